@@ -1,0 +1,71 @@
+"""The CommitLog contract (§18.2, §19.2.1, DESIGN-data §4).
+
+Partitions are named explicitly; offsets are dense from 0. `append` is durable when it returns and keeps the order given;
+one call may carry many partitions. Nothing here subscribes or rebalances: owners read the partitions they lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+
+class LogRecord(NamedTuple):
+    offset: int
+    value: bytes
+
+
+class Watermarks(NamedTuple):
+    low: int
+    """Offset of the oldest record still kept."""
+    high: int
+    """Offset the next record will get."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogIdentity:
+    """Stored beside every checkpoint; a difference fails closed (§3 of store-keys, broker identity)."""
+
+    cluster_id: str
+    topic_id: str
+    partition_count: int
+
+
+class Fence(NamedTuple):
+    """The append happens only while no greater epoch is stored for this producer's source partition."""
+
+    source_partition: int
+    epoch: int
+
+
+class CommitLog(Protocol):
+    """One topic."""
+
+    async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
+        """Append (partition, value) pairs, offsets in the order given. Fenced: nothing appended. StoreUnavailable: any
+        prefix may have been appended; the caller repeats and consumers drop duplicates by source."""
+        ...
+
+    async def read(
+        self, partition: int, offset: int, *, max_records: int = 500, max_bytes: int = 4 << 20
+    ) -> list[LogRecord]:
+        """Records from `offset` on, contiguous, possibly none. StoreError when `offset` is below the low watermark or
+        above the high one: never skips, never jumps."""
+        ...
+
+    async def watermarks(self, partition: int) -> Watermarks: ...
+
+    async def identity(self) -> LogIdentity: ...
+
+
+class CheckpointStore(Protocol):
+    """Positions of fan-out per outbox partition (instance core)."""
+
+    async def open_partition(self, partition: int, fanout_epoch: int, grant_id: str) -> int:
+        """Raise the stored epoch; the next offset to read. Fenced as everywhere."""
+        ...
+
+    async def save(self, partition: int, fanout_epoch: int, next_offset: int) -> None:
+        """Move forward only; Fenced when a greater epoch is stored. A smaller offset changes nothing."""
+        ...

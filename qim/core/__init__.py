@@ -1,0 +1,1 @@
+"""What is true: identifiers, sequences, cursors and their laws. Pure values, no I/O, clock or randomness."""

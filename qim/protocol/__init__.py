@@ -1,0 +1,1 @@
+"""What is said: header, opcodes, frames, reader, outbound scheduling, internal frames. Sans-I/O."""

@@ -1,0 +1,142 @@
+"""Opcodes (A.2): each range is numbered from 0x..01 in the order Appendix A lists; our additions follow (ADR-0001)."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class Opcode(IntEnum):
+    AUTH = 0x0001
+    AUTH_OK = 0x0002
+    PING = 0x0003
+    PONG = 0x0004
+    REDIRECT = 0x0005
+    KICKED = 0x0006
+    ERROR = 0x0007
+
+    PULL_MAILBOX = 0x0101
+    MAILBOX_BATCH = 0x0102
+    SYNC_COMPLETE = 0x0103
+    ONLINE_READY = 0x0104
+
+    SEND_MESSAGE = 0x0201
+    SEND_ACK = 0x0202
+    PUSH_EVENTS = 0x0203
+
+    PULL_HISTORY = 0x0301
+    HISTORY_BATCH = 0x0302
+    PULL_SESSION_LIST = 0x0303
+    SESSION_LIST_BATCH = 0x0304
+    SESSION_DELTA = 0x0305
+    BADGE_UPDATE = 0x0306
+
+    MARK_READ = 0x0401
+    RECALL = 0x0402
+    EDIT = 0x0403
+    TYPING = 0x0404
+    PRESENCE_SUB = 0x0405
+    READ_SYNC = 0x0406
+    CONVERSATION_UPDATE = 0x0407
+
+    ROOM_JOIN = 0x0501
+    ROOM_LEAVE = 0x0502
+    ROOM_REPLAY = 0x0503
+    ROOM_BATCH = 0x0504
+
+    RTC_SIGNAL = 0x0601
+
+    MEDIA_TICKET = 0x0701
+
+    PREKEY_PUBLISH = 0x0801
+    PREKEY_FETCH = 0x0802
+
+    REACT = 0x0901
+    REACTION_UPDATE = 0x0902
+    PULL_REACTIONS = 0x0903
+    REACTION_LIST = 0x0904
+
+    PULL_MEMBERS = 0x0A01
+    MEMBER_LIST_BATCH = 0x0A02
+    CREATE_GROUP = 0x0A03
+    LEAVE_GROUP = 0x0A04
+
+
+class InternalOpcode(IntEnum):
+    """Backplane frames, inside the vendor range; never accepted from a client."""
+
+    HELLO = 0xF001
+    REPLY = 0xF002
+    REPLY_FAILED = 0xF003
+
+    SUBMIT_SEND = 0xF011
+    SUBMIT_CREATE_GROUP = 0xF012
+    SUBMIT_LEAVE_GROUP = 0xF013
+    SUBMIT_GROUP_ADD = 0xF014
+    SUBMIT_GROUP_REMOVE = 0xF015
+
+    OUTBOX_HINT = 0xF021
+    DISPATCH_HINT = 0xF022
+    LAG_REPORT = 0xF023
+
+    OPEN_SESSION = 0xF031
+    CLOSE_SESSION = 0xF032
+    MAILBOX_PULL = 0xF033
+    HISTORY_PULL = 0xF034
+    PRESENCE_STALE = 0xF035
+
+    PUSH_BATCH = 0xF041
+    MARK_DIRTY = 0xF042
+    REPLACE_SESSION = 0xF043
+
+
+STREAM_CONTROL: Final = 0
+STREAM_REALTIME: Final = 1
+STREAM_BULK: Final = 2
+STREAM_ROOM: Final = 3
+
+UPSTREAM: Final = frozenset(
+    {
+        Opcode.AUTH, Opcode.PING, Opcode.PULL_MAILBOX, Opcode.SYNC_COMPLETE, Opcode.SEND_MESSAGE, Opcode.PULL_HISTORY,
+        Opcode.PULL_SESSION_LIST, Opcode.MARK_READ, Opcode.RECALL, Opcode.EDIT, Opcode.TYPING, Opcode.PRESENCE_SUB,
+        Opcode.CONVERSATION_UPDATE, Opcode.ROOM_JOIN, Opcode.ROOM_LEAVE, Opcode.ROOM_REPLAY, Opcode.RTC_SIGNAL,
+        Opcode.MEDIA_TICKET, Opcode.PREKEY_PUBLISH, Opcode.PREKEY_FETCH, Opcode.REACT, Opcode.PULL_REACTIONS,
+        Opcode.PULL_MEMBERS, Opcode.CREATE_GROUP, Opcode.LEAVE_GROUP,
+    }
+)  # fmt: skip
+"""Opcodes a client may send (A.3)."""
+
+STREAM_OF: Final[dict[int, int]] = {
+    Opcode.AUTH_OK: STREAM_CONTROL,
+    Opcode.PONG: STREAM_CONTROL,
+    Opcode.REDIRECT: STREAM_CONTROL,
+    Opcode.KICKED: STREAM_CONTROL,
+    Opcode.ERROR: STREAM_CONTROL,
+    Opcode.ONLINE_READY: STREAM_REALTIME,
+    Opcode.SEND_ACK: STREAM_REALTIME,
+    Opcode.PUSH_EVENTS: STREAM_REALTIME,
+    Opcode.SESSION_DELTA: STREAM_REALTIME,
+    Opcode.BADGE_UPDATE: STREAM_REALTIME,
+    Opcode.READ_SYNC: STREAM_REALTIME,
+    Opcode.TYPING: STREAM_REALTIME,
+    Opcode.PRESENCE_SUB: STREAM_REALTIME,
+    Opcode.RTC_SIGNAL: STREAM_REALTIME,
+    Opcode.REACTION_UPDATE: STREAM_REALTIME,
+    Opcode.MARK_READ: STREAM_REALTIME,
+    Opcode.RECALL: STREAM_REALTIME,
+    Opcode.EDIT: STREAM_REALTIME,
+    Opcode.CONVERSATION_UPDATE: STREAM_REALTIME,
+    Opcode.REACT: STREAM_REALTIME,
+    Opcode.MAILBOX_BATCH: STREAM_BULK,
+    Opcode.HISTORY_BATCH: STREAM_BULK,
+    Opcode.SESSION_LIST_BATCH: STREAM_BULK,
+    Opcode.MEDIA_TICKET: STREAM_BULK,
+    Opcode.PREKEY_PUBLISH: STREAM_BULK,
+    Opcode.PREKEY_FETCH: STREAM_BULK,
+    Opcode.REACTION_LIST: STREAM_BULK,
+    Opcode.MEMBER_LIST_BATCH: STREAM_BULK,
+    Opcode.ROOM_BATCH: STREAM_ROOM,
+    Opcode.ROOM_JOIN: STREAM_ROOM,
+    Opcode.ROOM_LEAVE: STREAM_ROOM,
+}
+"""Stream of each downstream frame (A.5); ONLINE_READY shares stream 1 so that no push overtakes it."""

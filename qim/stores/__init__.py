@@ -1,0 +1,1 @@
+"""What is kept: MessageStore, GroupMembership and MailboxStore (DESIGN-data §1)."""

@@ -1,0 +1,429 @@
+"""The stores' contracts: what is atomic, what is ordered, what may be repeated (DESIGN-data §3, §5, §8).
+
+Implementations: `stores/redis` (real) and `stores/memory` (the model used by property tests and simulation); one
+contract suite runs on both. Every call of an owner carries the epoch it was granted; a store that holds a greater one
+raises `Fenced` and writes nothing. A broken or timed-out call raises `StoreUnavailable`: it may have happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from qim.core.seq import LaneVector
+from qim.core.visibility import Interval
+
+# ---------------------------------------------------------------------------------------------- message store
+
+
+class CommitStatus(Enum):
+    COMMITTED = "committed"
+    DUPLICATE = "duplicate"
+    """Stored dedup hit, or an earlier request of the same call: coordinates are those of the first commit."""
+    REUSED = "reused"
+    """Same client_message_id, other content: PERMISSION_DENIED client_message_id_reused."""
+    STALE_VERSION = "stale_version"
+    """membership_version is not the frozen one any more; `membership_version` tells the current."""
+    ID_NOT_GREATER = "id_not_greater"
+    """message_id is not above the bucket's hlc; `message_id` tells the stored one."""
+    DEK_MISMATCH = "dek_mismatch"
+    """The conversation has another DEK; `dek_id` and `wrapped_dek` tell it."""
+    OUT_OF_ORDER = "out_of_order"
+    """The named predecessor is not committed (DESIGN-data §3.5): retryable."""
+    UNJUDGED = "unjudged"
+    """An earlier request of the same conversation in this call was refused retryably: judge again later."""
+
+
+RETRY_IN_PLACE = frozenset({CommitStatus.STALE_VERSION, CommitStatus.ID_NOT_GREATER, CommitStatus.DEK_MISMATCH})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipRewrite:
+    """What a membership control message changes in the same atomic step (DESIGN-data §8).
+
+    Joining users get interval (J-1, open) and the slots given; leaving users' last interval ends at J, where J is the
+    conversation_seq that the commit assigns. `index` and `snapshots` are those of `new_version`.
+    """
+
+    group_id: str
+    new_version: int
+    member_count: int
+    joining: Mapping[str, int]
+    """user_id -> slot; a returning user keeps the old slot."""
+    joining_shards: Mapping[str, int]
+    """user_id -> mailbox shard, for the slot -> user map of that shard."""
+    leaving: tuple[str, ...]
+    next_slot: int
+    snapshots: Mapping[int, ShardSnapshot]
+    """mailbox shard -> new snapshot, only the shards that changed (copy on write)."""
+    index: Mapping[int, SnapshotRef]
+    """mailbox shard -> snapshot reference, every shard that has members."""
+
+
+class SnapshotRef(NamedTuple):
+    """Where a shard's members of a version are and what fan-out needs of them."""
+
+    snapshot_version: int
+    member_count: int
+    lane_mask: int
+
+
+class ShardSnapshot(NamedTuple):
+    bitmap: bytes
+    """RoaringBitmap of slots, portable format (§7.9)."""
+    member_count: int
+    lane_mask: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRequest:
+    """One message to commit. `record` is an encoded MessageRecord, `outbox` an OutboxRecord without conversation_seq."""
+
+    tenant_id: str
+    conversation_id: str
+    sender_id: str
+    client_message_id: str
+    request_digest: bytes
+    """16 bytes over what the client asked for; equal content has an equal digest."""
+    after_client_message_id: str
+    membership_version: int
+    """0 = single chat, no membership record to check."""
+    message_id: bytes
+    record: bytes
+    outbox: bytes
+    dek_id: str
+    wrapped_dek: bytes
+    """Used only if the conversation has no DEK yet."""
+    preview_ciphertext: bytes
+    created_at_ms: int
+    membership: MembershipRewrite | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitOutcome:
+    status: CommitStatus
+    message_id: bytes = b""
+    conversation_seq: int = 0
+    outbox_offset: int = -1
+    """-1 unless COMMITTED by this call."""
+    membership_version: int = 0
+    dek_id: str = ""
+    wrapped_dek: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketState:
+    last_message_id: bytes
+    """16 zero bytes when nothing was committed."""
+    next_outbox_offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationHead:
+    """§7.4. Zero sequences when nothing was committed."""
+
+    latest_conversation_seq: int = 0
+    earliest_available_conversation_seq: int = 1
+    last_message_id: bytes = b""
+    last_sender_id: str = ""
+    preview_ciphertext: bytes = b""
+    member_count: int = 0
+    fencing_epoch: int = 0
+    head_version: int = 0
+    updated_at_ms: int = 0
+    dek_id: str = ""
+    wrapped_dek: bytes = b""
+
+
+class MessageStore(Protocol):
+    """Commit facts of conversations, per conversation bucket (instance `message`, fsync always)."""
+
+    async def open_bucket(self, bucket: int, fencing_epoch: int, grant_id: str) -> BucketState:
+        """Raise the bucket's stored fence to `fencing_epoch`. Fenced if a greater one, or the same one of another
+        grant, is stored. Idempotent for the same grant."""
+        ...
+
+    async def commit(
+        self, bucket: int, fencing_epoch: int, requests: Sequence[CommitRequest]
+    ) -> list[CommitOutcome]:
+        """Judge the requests one after another against the state the earlier ones leave, then commit all that passed in
+        one atomic step: outbox record, conversation_seq, record, dedup (7200 s), head (DESIGN-data §3.1 to §3.3).
+        One outcome per request, in order. Idempotent by (bucket, tenant, sender, client_message_id)."""
+        ...
+
+    async def head(self, tenant_id: str, conversation_id: str) -> ConversationHead: ...
+
+    async def records(
+        self, tenant_id: str, conversation_id: str, seq_bucket: int, seqs: Sequence[int]
+    ) -> list[bytes | None]:
+        """Encoded MessageRecords of one (conversation, seq_bucket): exactly one range read. None where none is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMeta:
+    membership_version: int
+    member_count: int
+    next_slot: int
+    creator_id: str
+    create_digest: bytes
+    """16 bytes over the sorted initial member list: a repeated CREATE_GROUP is recognised by it."""
+
+
+class GroupMembership(Protocol):
+    """Members, slots, intervals and immutable version snapshots of groups; same instance and bucket as the commit facts."""
+
+    async def meta(self, tenant_id: str, group_id: str) -> GroupMeta | None: ...
+
+    async def stage_members(
+        self,
+        bucket: int,
+        fencing_epoch: int,
+        tenant_id: str,
+        group_id: str,
+        slots: Mapping[str, int],
+        shards: Mapping[str, int],
+    ) -> None:
+        """Write slots, slot -> user and interval (0, open) of <= 1,000 initial members of a group that is not published
+        yet. Repeating overwrites with the same values; leftovers of an abandoned creation are invisible."""
+        ...
+
+    async def publish_group(
+        self,
+        bucket: int,
+        fencing_epoch: int,
+        tenant_id: str,
+        group_id: str,
+        meta: GroupMeta,
+        snapshots: Mapping[int, ShardSnapshot],
+        index: Mapping[int, SnapshotRef],
+        message_id: bytes,
+        outbox: bytes,
+    ) -> int | None:
+        """Atomically make version 1 visible and append the announcing outbox record; its offset. None if the group
+        already exists (nothing written). The announcement takes no conversation_seq."""
+        ...
+
+    async def version_index(
+        self, tenant_id: str, group_id: str, membership_version: int
+    ) -> Mapping[int, SnapshotRef]:
+        """Target shards of one version. StoreError if the version is unknown: never an empty answer."""
+        ...
+
+    async def shard_snapshot(
+        self, tenant_id: str, group_id: str, mailbox_shard: int, snapshot_version: int
+    ) -> ShardSnapshot:
+        """StoreError if unknown."""
+        ...
+
+    async def slot_users(self, tenant_id: str, group_id: str, mailbox_shard: int) -> Mapping[int, str]:
+        """slot -> user of every slot this shard ever had; slots are never reused, so it serves every version."""
+        ...
+
+    async def slots_of(self, tenant_id: str, group_id: str, user_ids: Sequence[str]) -> list[int | None]: ...
+
+    async def intervals(self, tenant_id: str, group_id: str, user_id: str) -> tuple[Interval, ...]:
+        """Empty if the user never was a member."""
+        ...
+
+    async def intervals_of_many(
+        self, tenant_id: str, group_id: str, user_ids: Sequence[str]
+    ) -> list[tuple[Interval, ...]]: ...
+
+    async def member_ids(self, tenant_id: str, group_id: str) -> list[str]:
+        """Every user that ever was a member (filter by intervals); for audits and listings, not for delivery."""
+        ...
+
+
+# ---------------------------------------------------------------------------------------------- mailbox store
+
+
+class StoredRow(NamedTuple):
+    """One mailbox member, taken apart. `entry` is an encoded Entry at rest."""
+
+    mailbox_seq: int
+    event_ordinal: int
+    event_id: bytes
+    entry: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Recipient:
+    """One entry to append: member = be64(mailbox_seq) ‖ u8 ordinal ‖ event_id[8] ‖ ref ‖ common."""
+
+    user_id: str
+    event_ordinal: int
+    event_id: bytes
+    ref: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkAppend:
+    """Chunk `chunk_index` of (dispatch at log_offset, lane): entries and their progress bit, atomically."""
+
+    log_offset: int
+    lane: int
+    chunk_index: int
+    chunk_count: int
+    chunk_size: int
+    """Members per chunk, stored at first touch; another value is refused (DESIGN-data §5)."""
+    mailbox_seq: int
+    tenant_id: str
+    conversation_id: str
+    created_at_ms: int
+    common: bytes | Sequence[bytes]
+    """Shared part of the entries: one for all, or one per recipient."""
+    recipients: Sequence[Recipient]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watermarks:
+    """A move of W: `previous` is what the caller believes is stored. For every non-empty (offset, lane) in between,
+    `required` names (log_offset, lane, chunk_count); the store moves W only if it finds all those bits set."""
+
+    previous: LaneVector
+    new: LaneVector
+    required: Sequence[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendCall:
+    """One script call for one shard and tick: items, then W, then the fold, all or nothing but for idempotent items."""
+
+    shard: int
+    shard_epoch: int
+    tenant_items: Sequence[ChunkAppend]
+    watermarks: Watermarks | None
+    fold: bytes | None = None
+    """Encoded {C, rows} to save with this move; C <= min of the new W (DESIGN-data §5)."""
+    fold_offset: int = -1
+    """C of `fold`: progress blocks wholly below it are dropped."""
+
+
+class AppendStatus(Enum):
+    OK = "ok"
+    W_MOVED = "w_moved"
+    """Stored W is not `previous`, or a required bit is missing: nothing written; reload and fold again."""
+    CHUNK_SIZE = "chunk_size"
+    """Stored chunk size differs: nothing written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppendResult:
+    status: AppendStatus
+    applied: int = 0
+    """Items whose bit was newly set."""
+    nondeterministic: int = 0
+    """Entries refused because another member stands under their 17-byte prefix (event_id_nondeterminism_total)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardState:
+    """What a new owner or a new connection starts from."""
+
+    watermarks: LaneVector
+    fold: bytes
+    """b"" when none was saved."""
+    fold_offset: int
+    """C, -1 when none was saved."""
+    stored_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressRow:
+    chunk_size: int
+    chunk_count: int
+    done: int
+    """Bitmap as an int: bit k = chunk k."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeRequest:
+    tenant_id: str
+    user_id: str
+    shard: int
+    shard_epoch: int
+    lane: int
+    after_seq: int
+    up_to_seq: int
+    max_items: int
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangePage:
+    """Rows ascending by (mailbox_seq, ordinal, event_id). `exhausted`: the scan reached up_to_seq."""
+
+    rows: Sequence[StoredRow]
+    exhausted: bool
+    effective_trim: int
+    storage_keys_examined: int
+    storage_rows_returned: int
+    tombstones_scanned: int
+    day_probes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserStatus:
+    """State a login needs, read after the epoch check in one call."""
+
+    lane_watermark: int
+    effective_trim: int
+    pending_entry_count: int
+    pending_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationSeen:
+    """Row of `user_conversation_state`: registered once when a conversation first enters a user's set."""
+
+    conversation_id: str
+    kind: str
+    first_seen_at_ms: int
+
+
+class MailboxStore(Protocol):
+    """Personal mailboxes and the durable state of MailboxShards (instance `mailbox`, fsync everysec)."""
+
+    async def open_shard(self, shard: int, shard_epoch: int, grant_id: str, lane_count: int) -> ShardState:
+        """Raise the stored epoch, return W and the fold. Fenced as in MessageStore.open_bucket."""
+        ...
+
+    async def load_shard(self, shard: int, shard_epoch: int) -> ShardState:
+        """W and the fold under an epoch already opened. Fenced if the stored epoch is greater, W_MOVED does not exist
+        here; `stored_epoch` lower than ours tells that the instance lost its last second: open again."""
+        ...
+
+    async def append(self, call: AppendCall) -> AppendResult:
+        """See AppendCall. Idempotent: an item whose bit is set writes nothing. Keeps day_max per (shard, lane, UTC day)
+        and registers first-seen conversations; an entry of an already expired day only raises day_max."""
+        ...
+
+    async def progress(self, shard: int, first_offset: int, last_offset: int) -> Mapping[tuple[int, int], ProgressRow]:
+        """(log_offset, lane) -> row, for replay."""
+        ...
+
+    async def range_scan(self, request: RangeRequest) -> RangePage:
+        """Rows in (after_seq, up_to_seq] of one user, cut nowhere inside an event group except when not exhausted (the
+        caller cuts, core.coverage.cut_page). Touches only this user's keys. Uses the server's clock for expiry."""
+        ...
+
+    async def user_status(self, request: RangeRequest) -> UserStatus:
+        """W of the user's lane, trim and the size of (after_seq, W]; up_to_seq is ignored."""
+        ...
+
+    async def truncate_before(self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, seq: int) -> None:
+        """Entries with mailbox_seq <= seq vanish for good and user_trim_seq rises to seq (§18.1.2)."""
+        ...
+
+    async def conversations(self, tenant_id: str, user_id: str) -> list[ConversationSeen]: ...
+
+
+@dataclass(slots=True)
+class InstanceMap:
+    """bucket -> message instance and shard -> mailbox instance; immutable once stored in the registry."""
+
+    message_of_bucket: list[str] = field(default_factory=list)
+    mailbox_of_shard: list[str] = field(default_factory=list)
