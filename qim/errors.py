@@ -113,3 +113,7 @@ class StoreUnavailable(StoreError):
 
 class Fenced(StoreError):
     """The store holds a greater epoch: this owner has been replaced and must stop (§19.2)."""
+
+
+class StaleInstance(StoreUnavailable):
+    """The instance lost its last second, or this connection has not loaded the shard yet: open or load it again."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
 
 
-class PageCut(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PageCut:
     """Where a page ends: `count` rows are returned, everything up to `covered_through_seq` is answered."""
 
     count: int
@@ -50,13 +52,13 @@ def split_range(after_seq: int, up_to_seq: int, parts: int) -> list[tuple[int, i
         return []
     parts = min(parts, span)
     bounds = [after_seq + span * k // parts for k in range(parts + 1)]
-    return [(low, high) for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+    return [(low, high) for low, high in pairwise(bounds) if high > low]
 
 
 class CoverageTracker:
     """Which sub-ranges of (start, target] the batches of a session have answered (§9.3.4 check 2)."""
 
-    __slots__ = ("_start", "_ranges")
+    __slots__ = ("_ranges", "_start")
 
     def __init__(self, start: int) -> None:
         self._start = start

@@ -1,7 +1,8 @@
 """`MailboxCursor`: the signed position of one device (§6.8).
 
 The token covers where the device belongs (tenant, user, device, shard, lane, epoch, issue time). The position
-`last_applied_mailbox_seq` travels beside it in plaintext and is only bounded by W: raising it skips the device's own unread.
+`last_applied_mailbox_seq` travels beside it in plaintext and is only bounded by W: raising it skips the device's own
+unread.
 """
 
 from __future__ import annotations

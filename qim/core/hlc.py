@@ -13,7 +13,7 @@ class HybridClock:
     clock step. Smaller backward steps are absorbed, larger ones raise `ClockUnsafe` (§6.2).
     """
 
-    __slots__ = ("_hlc_ms", "_seq_in_ms", "_regression_reject_ms", "_region_id", "_writer_id")
+    __slots__ = ("_hlc_ms", "_region_id", "_regression_reject_ms", "_seq_in_ms", "_writer_id")
 
     def __init__(self, *, writer_id: int, regression_reject_ms: int, region_id: int = 0) -> None:
         self._writer_id = writer_id

@@ -1,7 +1,8 @@
 """Membership intervals and what a member may see (§7.5, ADR-0021).
 
 An interval is `(joined_at, left_at)`: `joined_at` is an open lower bound, `left_at` itself and everything after is
-invisible. People leave and come back, so a member has a list of intervals in ascending order; only the last may be open.
+invisible. People leave and come back, so a member has a list of intervals in ascending order; only the last may be
+open.
 Packed form: big-endian u64 pairs, an open end is `OPEN_END`.
 """
 

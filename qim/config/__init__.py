@@ -1,0 +1,1 @@
+"""How it is set: Appendix B as one typed table."""

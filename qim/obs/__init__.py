@@ -1,0 +1,1 @@
+"""How it is seen: the metrics catalogue and redacting logs."""

@@ -1,0 +1,1 @@
+"""What runs it: clock, tasks, backoff, supervised processes, private servers. No product logic."""
