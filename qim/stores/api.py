@@ -79,7 +79,7 @@ class ShardSnapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitRequest:
-    """One message to commit. `record` is an encoded MessageRecord, `outbox` an OutboxRecord without conversation_seq."""
+    """One message to commit. `record` is an encoded MessageRecord, `outbox` an OutboxRecord without its sequence."""
 
     tenant_id: str
     conversation_id: str
@@ -145,12 +145,18 @@ class MessageStore(Protocol):
         grant, is stored. Idempotent for the same grant."""
         ...
 
-    async def commit(
-        self, bucket: int, fencing_epoch: int, requests: Sequence[CommitRequest]
-    ) -> list[CommitOutcome]:
+    async def commit(self, bucket: int, fencing_epoch: int, requests: Sequence[CommitRequest]) -> list[CommitOutcome]:
         """Judge the requests one after another against the state the earlier ones leave, then commit all that passed in
         one atomic step: outbox record, conversation_seq, record, dedup (7200 s), head (DESIGN-data §3.1 to §3.3).
         One outcome per request, in order. Idempotent by (bucket, tenant, sender, client_message_id)."""
+        ...
+
+    async def lookup_dedup(
+        self, bucket: int, tenant_id: str, sender_id: str, client_message_id: str, request_digest: bytes
+    ) -> CommitOutcome | None:
+        """What the dedup row of this key says, read without writing: DUPLICATE with the coordinates of the first
+        commit when the digest is equal, REUSED when it is not, None when there is no row. Asked before every final
+        refusal, so that the retry of a committed message is acknowledged (DESIGN-data §3.2)."""
         ...
 
     async def head(self, tenant_id: str, conversation_id: str) -> ConversationHead: ...
@@ -173,7 +179,7 @@ class GroupMeta:
 
 
 class GroupMembership(Protocol):
-    """Members, slots, intervals and immutable version snapshots of groups; same instance and bucket as the commit facts."""
+    """Members, slots, intervals and immutable version snapshots of groups, beside the commit facts of the group."""
 
     async def meta(self, tenant_id: str, group_id: str) -> GroupMeta | None: ...
 
@@ -187,7 +193,9 @@ class GroupMembership(Protocol):
         shards: Mapping[str, int],
     ) -> None:
         """Write slots, slot -> user and interval (0, open) of <= 1,000 initial members of a group that is not published
-        yet. Repeating overwrites with the same values; leftovers of an abandoned creation are invisible."""
+        yet. Repeating overwrites with the same values. The call that holds slot 0 comes first: it drops what an
+        abandoned creation left. Leftovers are invisible; `publish_group` refuses if not exactly `member_count` members
+        are staged (StoreError)."""
         ...
 
     async def publish_group(
@@ -206,9 +214,7 @@ class GroupMembership(Protocol):
         already exists (nothing written). The announcement takes no conversation_seq."""
         ...
 
-    async def version_index(
-        self, tenant_id: str, group_id: str, membership_version: int
-    ) -> Mapping[int, SnapshotRef]:
+    async def version_index(self, tenant_id: str, group_id: str, membership_version: int) -> Mapping[int, SnapshotRef]:
         """Target shards of one version. StoreError if the version is unknown: never an empty answer."""
         ...
 
@@ -249,8 +255,7 @@ class StoredRow(NamedTuple):
     entry: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Recipient:
+class Recipient(NamedTuple):
     """One entry to append: member = be64(mailbox_seq) ‖ u8 ordinal ‖ event_id[8] ‖ ref ‖ common."""
 
     user_id: str
@@ -259,7 +264,7 @@ class Recipient:
     ref: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ChunkAppend:
     """Chunk `chunk_index` of (dispatch at log_offset, lane): entries and their progress bit, atomically."""
 

@@ -1,0 +1,54 @@
+"""What every MailboxStore agrees on: days, progress blocks, members, and which append calls are well formed."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from qim.core.seq import log_offset_of
+from qim.stores.api import AppendCall, StoredRow
+
+DAY_MS: Final = 86_400_000
+DAYS_KEPT: Final = 8
+"""`mailbox_retention_days` + 1: UTC day D expires at day D + 8, so an entry lives at least 7 full days (ADR-0023)."""
+DAYS_AHEAD: Final = 1
+"""A writer's clock may be ahead over midnight; what lies further ahead is put into this day."""
+DAY_PROBES: Final = DAYS_KEPT + DAYS_AHEAD + 1
+PROGRESS_BLOCK_OFFSETS: Final = 1024
+"""Log offsets of one block of DispatchProgress, the unit in which it is dropped below the fold."""
+DROPPED_BLOCKS_PER_CALL_MAX: Final = 64
+EVENT_GROUP_ITEMS_MAX: Final = 8
+"""`mailbox_event_group_max_items` (§6.7): so many rows above `max_items` complete the last group of a page."""
+ENTRIES_PER_CALL_MAX: Final = 1024
+"""Guard, not the batch size: the server is blocked for about 5 µs per entry."""
+SEQ_MAX: Final = (1 << 63) - 1
+
+_MEMBER: Final = struct.Struct(">QB8s")
+PREFIX_BYTES: Final = _MEMBER.size
+"""mailbox_seq, ordinal and event_id: at most one member stands under them."""
+
+
+def split_member(member: bytes) -> StoredRow:
+    """A stored member taken apart."""
+    seq, ordinal, event_id = _MEMBER.unpack_from(member)
+    return StoredRow(seq, ordinal, event_id, member[PREFIX_BYTES:])
+
+
+def check_append(call: AppendCall) -> None:
+    """ValueError if the call breaks a rule its maker must keep (DESIGN-data §5); the stores check what is stored."""
+    entries = sum(len(item.recipients) for item in call.tenant_items)
+    if max(entries, len(call.tenant_items)) > ENTRIES_PER_CALL_MAX:
+        raise ValueError(f"{entries} entries in one append call, at most {ENTRIES_PER_CALL_MAX}")
+    for item in call.tenant_items:
+        if not 0 <= item.chunk_index < item.chunk_count:
+            raise ValueError(f"chunk {item.chunk_index} of {item.chunk_count}")
+    moves = call.watermarks
+    if moves is None:
+        if call.fold is not None:
+            raise ValueError("the fold is saved by the call that moves W")
+        return
+    if any(map(int.__lt__, moves.new.values, moves.previous.values)):
+        raise ValueError(f"W of shard {call.shard} would go back")
+    lowest = moves.new.minimum()
+    if call.fold is not None and call.fold_offset > (log_offset_of(lowest) if lowest else -1):
+        raise ValueError(f"fold offset {call.fold_offset} is above the least W")

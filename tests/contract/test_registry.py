@@ -1,0 +1,160 @@
+"""ShardRegistry: one suite for the model and for Redis (DESIGN-data §6)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from qim.core.seq import SHARD_EPOCH_MAX, mailbox_seq
+from qim.errors import StoreError
+from qim.registry.api import EpochBoundary, EpochExhausted, Grant, LeaseKind, Route, ShardRegistry, epoch_owning
+from qim.registry.memory import MemoryShardRegistry
+from qim.registry.redis import RedisShardRegistry
+from qim.stores.redis import keys
+from qim.stores.redis.resp import RespClient
+
+MAILBOX, BUCKET, OUTBOX = LeaseKind.MAILBOX_SHARD, LeaseKind.CONVERSATION_BUCKET, LeaseKind.OUTBOX_PARTITION
+USER = ("t1", "ann")
+
+
+class ShardRegistryContract:
+    registry: ShardRegistry
+
+    async def test_the_first_epoch_is_one_and_every_grant_is_one_more(self) -> None:
+        grants = await self.registry.grant(MAILBOX, [0, 2], "mailbox-0", "g1")
+        assert [(grant.shard_id, grant.epoch, grant.owner, grant.grant_id) for grant in grants] == [
+            (0, 1, "mailbox-0", "g1"),
+            (2, 1, "mailbox-0", "g1"),
+        ]
+        (again,) = await self.registry.grant(MAILBOX, [2], "mailbox-1", "g2")
+        assert again.epoch == 2
+        assert await self.registry.current(MAILBOX, 2) == Route("mailbox-1", 2)
+        assert await self.registry.current(MAILBOX, 0) == Route("mailbox-0", 1)
+        assert await self.registry.current(MAILBOX, 1) is None
+        assert await self.registry.current(BUCKET, 0) is None
+
+    async def test_a_grant_whose_answer_was_lost_may_be_repeated(self) -> None:
+        first = await self.registry.grant(BUCKET, [0, 1], "writer-0", "g1")
+        version = await self.registry.routes_version()
+        assert await self.registry.grant(BUCKET, [0, 1], "writer-0", "g1") == first
+        assert await self.registry.routes_version() == version
+
+    async def test_the_map_is_versioned_and_whole(self) -> None:
+        assert (await self.registry.routes()).version == await self.registry.routes_version() == 0
+        await self.registry.grant(BUCKET, [0], "writer-0", "g1")
+        await self.registry.grant(OUTBOX, [0], "fanout-0", "g2")
+        before = await self.registry.routes()
+        await self.registry.grant(BUCKET, [0, 1], "writer-1", "g3")
+        after = await self.registry.routes()
+        assert before.owner(BUCKET, 0) == "writer-0"
+        assert before.owner(OUTBOX, 0) == "fanout-0"
+        assert before.owner(BUCKET, 1) is None
+        assert after.version == await self.registry.routes_version() > before.version
+        assert after.routes[BUCKET] == {0: Route("writer-1", 2), 1: Route("writer-1", 1)}
+
+    async def test_an_epoch_of_a_mailbox_shard_never_passes_0x7fff(self) -> None:
+        """26.6.6 (b): refused whole, nothing granted, never wraps."""
+        await self.raise_epoch(MAILBOX, 3, SHARD_EPOCH_MAX)
+        version = await self.registry.routes_version()
+        for _ in range(3):
+            with pytest.raises(EpochExhausted):
+                await self.registry.grant(MAILBOX, [2, 3, 4], "mailbox-0", "g9")
+        assert await self.registry.current(MAILBOX, 2) is None
+        assert await self.registry.current(MAILBOX, 3) == Route("mailbox-0", SHARD_EPOCH_MAX)
+        assert await self.registry.routes_version() == version
+
+    async def raise_epoch(self, kind: LeaseKind, shard_id: int, epoch: int) -> None:
+        """Store the epoch as if it had been granted so often."""
+        raise NotImplementedError
+
+    async def test_epochs_of_buckets_are_32_bits(self) -> None:
+        await self.raise_epoch(BUCKET, 0, 0xFFFFFFFE)
+        (grant,) = await self.registry.grant(BUCKET, [0], "writer-0", "g9")
+        assert grant.epoch == 0xFFFFFFFF
+        with pytest.raises(EpochExhausted):
+            await self.registry.grant(BUCKET, [0], "writer-0", "g10")
+
+    # ---------------------------------------------------------------------------------------------------- boundaries
+
+    async def test_a_boundary_is_set_once(self) -> None:
+        first = EpochBoundary(1, mailbox_seq(1, 0), 0)
+        second = EpochBoundary(2, mailbox_seq(2, 7), mailbox_seq(1, 6))
+        await self.registry.write_boundary(0, second)
+        await self.registry.write_boundary(0, first)
+        await self.registry.write_boundary(0, first)
+        assert await self.registry.boundaries(0) == [first, second]
+        assert await self.registry.boundaries(1) == []
+        with pytest.raises(StoreError, match="boundary"):
+            await self.registry.write_boundary(0, EpochBoundary(2, mailbox_seq(2, 8), mailbox_seq(1, 7)))
+        assert await self.registry.boundaries(0) == [first, second]
+
+    async def test_three_grants_without_a_record(self) -> None:
+        """Each start writes (epoch, H=0) before any record: the last epoch owns offset 0, the others own nothing."""
+        for epoch in (1, 2, 3):
+            (grant,) = await self.registry.grant(MAILBOX, [0], "mailbox-0", f"g{epoch}")
+            await self.registry.write_boundary(0, EpochBoundary(grant.epoch, mailbox_seq(grant.epoch, 0), 0))
+        boundaries = await self.registry.boundaries(0)
+        assert [boundary.shard_epoch for boundary in boundaries] == [1, 2, 3]
+        assert epoch_owning(boundaries, 0) == 3
+        await self.registry.write_boundary(0, EpochBoundary(4, mailbox_seq(4, 10), mailbox_seq(3, 9)))
+        boundaries = await self.registry.boundaries(0)
+        assert [epoch_owning(boundaries, offset) for offset in (0, 9, 10, 1 << 47)] == [3, 3, 4, 4]
+
+    async def test_an_offset_without_a_boundary_has_no_epoch(self) -> None:
+        with pytest.raises(StoreError, match="no epoch boundary"):
+            epoch_owning(await self.registry.boundaries(0), 0)
+
+    # ------------------------------------------------------------------------------------------------------ sessions
+
+    async def test_every_login_of_a_user_gets_a_greater_epoch(self) -> None:
+        epochs = [
+            (await self.registry.open_session(*USER, device, max_devices=8, now_ms=1000 + i)).session_epoch
+            for i, device in enumerate(["phone", "laptop", "phone", "phone"])
+        ]
+        assert epochs == [1, 2, 3, 4]
+        other = await self.registry.open_session("t1", "bob", "phone", max_devices=8, now_ms=5)
+        assert other.session_epoch == 1
+
+    async def test_above_the_device_limit_the_least_recently_active_device_goes(self) -> None:
+        for i in range(8):
+            await self.registry.open_session(*USER, f"d{i}", max_devices=8, now_ms=1000 + i)
+        again = await self.registry.open_session(*USER, "d0", max_devices=8, now_ms=2000)
+        assert (again.evicted_device_id, again.evicted_session_epoch) == ("", 0)
+        ninth = await self.registry.open_session(*USER, "d8", max_devices=8, now_ms=2001)
+        assert (ninth.session_epoch, ninth.evicted_device_id, ninth.evicted_session_epoch) == (10, "d1", 2)
+        back = await self.registry.open_session(*USER, "d1", max_devices=8, now_ms=2002)
+        assert (back.session_epoch, back.evicted_device_id) == (11, "d2")
+
+    async def test_of_devices_active_at_the_same_time_the_older_login_goes(self) -> None:
+        for device in ("b", "a", "c"):
+            await self.registry.open_session(*USER, device, max_devices=3, now_ms=7)
+        assert (await self.registry.open_session(*USER, "d", max_devices=3, now_ms=7)).evicted_device_id == "b"
+
+    async def test_cluster_facts_are_those_of_the_first_caller(self) -> None:
+        facts = {"cluster_id": "c1", "mailbox_shard_count": "16"}
+        assert await self.registry.cluster_map(facts) == facts
+        assert await self.registry.cluster_map({"cluster_id": "c2", "lane_count": "64"}) == facts
+
+
+class TestMemory(ShardRegistryContract):
+    @pytest.fixture(autouse=True)
+    def _make(self) -> None:
+        self.model = self.registry = MemoryShardRegistry()
+
+    async def raise_epoch(self, kind: LeaseKind, shard_id: int, epoch: int) -> None:
+        self.model._leases[kind][shard_id] = Grant(kind, shard_id, "mailbox-0", epoch, "g0")
+
+
+class TestRedis(ShardRegistryContract):
+    @pytest.fixture(autouse=True)
+    async def _make(self, message_redis: str) -> AsyncIterator[None]:
+        client = RespClient(message_redis, name="core")
+        await client.connect()
+        self.registry = RedisShardRegistry(client)
+        self.client = client
+        yield
+        await client.close()
+
+    async def raise_epoch(self, kind: LeaseKind, shard_id: int, epoch: int) -> None:
+        await self.client.call("HSET", keys.registry_leases(kind), shard_id, f"{epoch} mailbox-0 g0")
