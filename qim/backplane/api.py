@@ -48,7 +48,7 @@ class Backplane(Protocol):
         ...
 
     def notify(self, peer: str, opcode: int, body: bytes, priority: Priority = Priority.CONTROL) -> bool:
-        """Queue a one-way message; written once per loop tick. False: the link is down or its queue is full, dropped."""
+        """Queue a one-way message, written once per loop tick. False: dropped, the link is down or its queue full."""
         ...
 
     async def request(self, peer: str, opcode: int, body: bytes, *, timeout_ms: int) -> bytes:

@@ -1,7 +1,7 @@
 """The CommitLog contract (§18.2, §19.2.1, DESIGN-data §4).
 
-Partitions are named explicitly; offsets are dense from 0. `append` is durable when it returns and keeps the order given;
-one call may carry many partitions. Nothing here subscribes or rebalances: owners read the partitions they lease.
+Partitions are named explicitly; offsets are dense from 0. `append` is durable when it returns and keeps the order
+given; one call may carry many partitions. Nothing here subscribes or rebalances: owners read the partitions they lease.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""`GET /metrics` of one worker, on a unix socket or a loopback port of its own (DESIGN §7)."""
+"""`GET /metrics` and `GET /readyz` of one worker, on a unix socket or a loopback port of its own (DESIGN §7)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import orjson
 from aiohttp import web
 
 from qim.errors import StartupError
@@ -11,18 +13,23 @@ from qim.obs import metrics
 
 
 class MetricsEndpoint:
-    """Serves this process's metrics at `unix:///path` or `http://127.0.0.1:port`."""
+    """Serves this process's metrics at `unix:///path` or `http://127.0.0.1:port`.
 
-    __slots__ = ("_address", "_runner")
+    `problems` tells why the process is not ready, one line each; empty = it is.
+    """
 
-    def __init__(self, address: str) -> None:
+    __slots__ = ("_address", "_problems", "_runner")
+
+    def __init__(self, address: str, problems: Callable[[], list[str]] = list) -> None:
         self._address = address
+        self._problems = problems
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
         """StartupError when the address is in use or not understood."""
         app = web.Application()
         app.router.add_get("/metrics", _metrics)
+        app.router.add_get("/readyz", self._readyz)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         self._runner = runner
@@ -36,6 +43,11 @@ class MetricsEndpoint:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
+
+    async def _readyz(self, _: web.Request) -> web.Response:
+        problems = self._problems()
+        body = orjson.dumps({"ready": not problems, "problems": problems})
+        return web.Response(body=body, status=503 if problems else 200, content_type="application/json")
 
 
 def _site(runner: web.AppRunner, address: str) -> web.BaseSite:

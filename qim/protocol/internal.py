@@ -55,6 +55,8 @@ def decode_push_batches(body: bytes) -> Iterator[PushBatch]:
     """All batches of a frame; FramingError on an unknown format."""
     at = 0
     unpack = _RECIPIENT.unpack_from
+    # the constructor of a NamedTuple costs three times this
+    new = tuple.__new__
     head_bytes = _RECIPIENT.size
     while at < len(body):
         fmt, common_len, tenant_len, count = _BATCH.unpack_from(body, at)
@@ -69,6 +71,7 @@ def decode_push_batches(body: bytes) -> Iterator[PushBatch]:
         for _ in range(count):
             key, connection_id, session_epoch, mailbox_seq, ref_len = unpack(body, at)
             at += head_bytes
-            recipients.append(PushRecipient(key, connection_id, session_epoch, mailbox_seq, body[at : at + ref_len]))
-            at += ref_len
+            ref_end = at + ref_len
+            recipients.append(new(PushRecipient, (key, connection_id, session_epoch, mailbox_seq, body[at:ref_end])))
+            at = ref_end
         yield PushBatch(tenant_id, common, recipients)

@@ -1332,12 +1332,14 @@ class CloseSession(_message.Message):
     def __init__(self, device: _Optional[_Union[DeviceTarget, _Mapping]] = ..., last_pushed_user_seq: _Optional[int] = ...) -> None: ...
 
 class MailboxPull(_message.Message):
-    __slots__ = ("device", "pull")
+    __slots__ = ("device", "pull", "zero_cursor")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
+    ZERO_CURSOR_FIELD_NUMBER: _ClassVar[int]
     device: DeviceTarget
     pull: PullMailbox
-    def __init__(self, device: _Optional[_Union[DeviceTarget, _Mapping]] = ..., pull: _Optional[_Union[PullMailbox, _Mapping]] = ...) -> None: ...
+    zero_cursor: bool
+    def __init__(self, device: _Optional[_Union[DeviceTarget, _Mapping]] = ..., pull: _Optional[_Union[PullMailbox, _Mapping]] = ..., zero_cursor: _Optional[bool] = ...) -> None: ...
 
 class MailboxPullReply(_message.Message):
     __slots__ = ("error", "covered_through_seq", "up_to_seq", "batch")

@@ -1,7 +1,7 @@
 """The ShardRegistry contract (§5.3.7, §7.11, §19.2, DESIGN-data §6).
 
-Ownership is static here: worker i of a pool of n owns every id with id mod n = i, and each start of a worker is a grant.
-Grants are compare-and-set; an epoch rises by one on every grant and never comes back.
+Ownership is static here: worker i of a pool of n owns every id with id mod n = i, and each start of a worker is a
+grant. Grants are compare-and-set; an epoch rises by one on every grant and never comes back.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
+from qim.core.seq import SHARD_EPOCH_MAX
 from qim.errors import StoreError
 
 
@@ -18,6 +19,14 @@ class LeaseKind(StrEnum):
     MAILBOX_SHARD = "mailbox"
     CONVERSATION_BUCKET = "bucket"
     OUTBOX_PARTITION = "outbox"
+
+
+EPOCH_MAX: Final[Mapping[LeaseKind, int]] = {
+    LeaseKind.MAILBOX_SHARD: SHARD_EPOCH_MAX,
+    LeaseKind.CONVERSATION_BUCKET: 0xFFFFFFFF,
+    LeaseKind.OUTBOX_PARTITION: 0xFFFFFFFF,
+}
+"""`shard_epoch` has 15 bits of `mailbox_seq` (§6.5); `fencing_epoch` and `fanout_epoch` are u32."""
 
 
 class EpochExhausted(StoreError):
@@ -76,7 +85,7 @@ class RouteMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionGrant:
-    """Answer to a login: the epoch, and the device that had to go when the user had too many (least recently active)."""
+    """Answer to a login: the epoch, and the least recently active device, which had to go if the user had too many."""
 
     session_epoch: int
     evicted_device_id: str = ""

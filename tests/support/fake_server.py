@@ -184,6 +184,7 @@ class FakeServer:
         self._tasks.add(task)
         peer = Peer(self, writer)
         self.peers.append(peer)
+        self.changed.set()
         frames = FrameReader(FrameLimits(default_bytes=MAX_FRAME_BYTES))
         try:
             while data := await reader.read(1 << 16):

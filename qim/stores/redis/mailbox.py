@@ -165,7 +165,8 @@ class RedisMailboxStore:
         if code == _FENCED:
             raise Fenced(f"mailbox shard {call.shard}: an epoch above {call.shard_epoch} is stored")
         status = _APPEND_STATUS[code]
-        if status is AppendStatus.OK and instance.client.generation == generation:
+        # A skipped item proves nothing about this call's users.
+        if applied == len(call.tenant_items) and instance.client.generation == generation:
             encoder.remember()
         return AppendResult(status=status, applied=applied, nondeterministic=refused)
 

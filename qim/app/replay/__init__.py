@@ -1,0 +1,1 @@
+"""Play a recorded day against a node and prove that every device holds exactly what it must."""

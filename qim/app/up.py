@@ -1,0 +1,194 @@
+"""`qim up`: everything on this host. Files and servers first, then every pool under one supervisor (DESIGN §5)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Final, TextIO
+
+from qim.app.connect import CONNECT_FILE, NodeAddress
+from qim.app.data_dir import claimed, mark_claimed, open_identity, write_durably
+from qim.app.own_node import STATE_FILE
+from qim.app.settings import NodeSettings, ProcessPlan, topology
+from qim.app.tls import ensure_certificates, server_context
+from qim.app.wiring import CORE_INSTANCE, MAILBOX_INSTANCE, NodeContext, run_worker
+from qim.config.parameters import Parameters, load_parameters
+from qim.config.shapes import RangeMs
+from qim.errors import StartupError
+from qim.obs.logs import configure_logs
+from qim.runtime.affinity import usable_cpus
+from qim.runtime.prefork import ProcessSpec, Supervisor, SupervisorOptions
+from qim.runtime.redis_server import Fsync, RedisServer, default_binary
+from qim.stores.redis.instance import InstanceRole, Stamp, claim_instance, inspect_instance, join_roles
+
+LOG_FILE: Final = "node.log"
+
+
+def run_node(settings: NodeSettings) -> int:
+    """Run the node until it is told to stop; the exit code. StartupError, one line, when it cannot start."""
+    parameters = load_parameters(settings.parameters_file, os.environ)
+    spread = RangeMs(min_ms=0, max_ms=settings.login_spread_ms)
+    parameters = replace(
+        parameters,
+        sync_delay_hint_ms=spread,
+        mailbox_shard_count=parameters.single_host_mailbox_shard_count,
+    )
+    with claimed(settings):
+        identity, keys = open_identity(settings)
+        write_durably(settings.admin_token_file, keys.admin_token.reveal().encode() + b"\n")
+        files = ensure_certificates(settings.tls_dir, settings.host, time.time_ns() // 1_000_000)
+        for name, port in (("port", settings.port), ("admin port", settings.admin_port)):
+            _require_free(settings.host, port, name)
+        with _log_stream(settings) as log_stream:
+            configure_logs(stream=log_stream, process="supervisor")
+            context = NodeContext(
+                settings=settings,
+                parameters=parameters,
+                cluster_id=identity.cluster_id,
+                keys=keys,
+                client_tls=server_context(files),
+                admin_tls=server_context(files, alpn=("http/1.1",)),
+                log_stream=log_stream,
+            )
+            return _supervise(context, known=identity.servers_claimed)
+
+
+def private_servers(settings: NodeSettings, parameters: Parameters) -> list[RedisServer]:
+    """The two servers of a host: commits and registry with fsync always, mailboxes with everysec (DESIGN-data §1)."""
+    binary = settings.redis_server or default_binary()
+    policies: dict[str, Fsync] = {CORE_INSTANCE: "always", MAILBOX_INSTANCE: "everysec"}
+    return [
+        RedisServer(
+            name=f"redis-{name}",
+            binary=binary,
+            data_dir=settings.data_dir / f"redis-{name}",
+            socket_path=settings.server_socket(name),
+            fsync=fsync,
+            maxmemory_bytes=parameters.server_memory_bytes,
+        )
+        for name, fsync in policies.items()
+    ]
+
+
+def _supervise(context: NodeContext, *, known: bool) -> int:
+    settings, parameters = context.settings, context.parameters
+    connect_file = settings.data_dir / CONNECT_FILE
+    connect_file.unlink(missing_ok=True)
+    address = _address(context)
+
+    def announce() -> None:
+        address.write(connect_file)
+        print(_welcome(address, context), flush=True)
+
+    supervisor = Supervisor(
+        processes=[_process(context, plan) for plan in topology(settings.pools, apart=settings.apart)],
+        servers=private_servers(settings, parameters),
+        options=SupervisorOptions(
+            state_file=settings.run_dir / STATE_FILE,
+            drain_timeout_ms=parameters.drain_timeout_ms,
+            restart_initial_ms=parameters.restart_backoff_initial_ms,
+            restart_max_ms=parameters.restart_backoff_max_ms,
+            restart_factor=parameters.restart_backoff_factor,
+            restart_jitter_ratio=parameters.restart_backoff_jitter_ratio,
+            restart_reset_ms=parameters.restart_backoff_reset_ms,
+        ),
+        before_workers=partial(_claim_servers, context, known=known),
+        on_ready=announce,
+    )
+    try:
+        return supervisor.run()
+    finally:
+        connect_file.unlink(missing_ok=True)
+
+
+def _claim_servers(context: NodeContext, *, known: bool) -> None:
+    """Each server is fit, ours, and not emptied since the node's first start; facts that never change are stored.
+
+    StartupError, one line, otherwise. Runs between the start of the servers and the first fork: no loop, no thread.
+    """
+    roles = {
+        CORE_INSTANCE: (InstanceRole.MESSAGE, InstanceRole.CORE),
+        MAILBOX_INSTANCE: (InstanceRole.MAILBOX,),
+    }
+    for name, held in roles.items():
+        address = f"unix://{context.settings.server_socket(name)}"
+        inspect_instance(address, held)
+        stamp = Stamp(cluster_id=context.cluster_id, roles=join_roles(held), instance_id=name)
+        claim_instance(address, stamp, known=known)
+    if not known:
+        mark_claimed(context.settings)
+
+
+def _process(context: NodeContext, plan: ProcessPlan) -> ProcessSpec:
+    """Gateway worker i is pinned to core i; the others go where there is room."""
+    cpu = None
+    kind, _, index = plan.name.partition("-")
+    cpus = usable_cpus()
+    if kind == "gateway" and len(cpus) > 1:
+        cpu = cpus[int(index) % len(cpus)]
+    return ProcessSpec(name=plan.name, target=partial(run_worker, context, plan), cpu=cpu)
+
+
+def _address(context: NodeContext) -> NodeAddress:
+    settings, parameters = context.settings, context.parameters
+    return NodeAddress(
+        host=settings.host,
+        port=settings.port,
+        admin_port=settings.admin_port,
+        ca_path=str(settings.tls_dir / "ca.pem"),
+        admin_token_path=str(settings.admin_token_file),
+        data_dir=str(settings.data_dir),
+        run_dir=str(settings.run_dir),
+        pid=os.getpid(),
+        core_address=f"unix://{settings.server_socket(CORE_INSTANCE)}",
+        mailbox_address=f"unix://{settings.server_socket(MAILBOX_INSTANCE)}",
+        conversation_bucket_count=parameters.conversation_bucket_count,
+        mailbox_shard_count=parameters.mailbox_shard_count,
+        unlimited_tenant=settings.unlimited_tenant,
+    )
+
+
+def _welcome(address: NodeAddress, context: NodeContext) -> str:
+    settings = context.settings
+    lines = [
+        "qim: ready",
+        f"  clients   {address.host}:{address.port}, TLS 1.3, ALPN qim/1; they trust {address.ca_path}",
+        f"  admin     https://{address.client_host}:{address.admin_port}, bearer token in {address.admin_token_path}",
+        f"  back up   {settings.data_dir} and, somewhere else, the key file {settings.key_file}",
+        f"  talk      qim chat alice --to bob --data {settings.data_dir}",
+        "  Ctrl-C    drains and stops; the next start resumes",
+    ]
+    if context.log_stream is not sys.stderr:
+        lines.insert(4, f"  log       {settings.data_dir / LOG_FILE}")
+    if settings.unlimited_tenant:
+        lines.append(f"  note      the rate limits of the tenant {settings.unlimited_tenant} are lifted")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _log_stream(settings: NodeSettings) -> Iterator[TextIO]:
+    """Standard error belongs to the operator when it is a terminal; a service manager gets the lines there."""
+    if not sys.stderr.isatty():
+        yield sys.stderr
+        return
+    with (settings.data_dir / LOG_FILE).open("a", encoding="utf-8") as stream:
+        yield stream
+
+
+def _require_free(host: str, port: int, name: str) -> None:
+    """Workers share the port among themselves only: without this test they would share it with a stranger."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartupError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another --{name.replace(' ', '-')}"
+            ) from None

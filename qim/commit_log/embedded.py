@@ -1,0 +1,168 @@
+"""CommitLog and CheckpointStore on Redis streams, for hosts without a broker (DESIGN-data §4).
+
+Offset n of a partition is the stream entry (n+1)-0, so a stream is dense by construction and every read proves it. A
+counter beside the stream holds the next offset: it outlives trimming, and a stream that came back shorter is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from qim.commit_log.api import Fence, LogIdentity, LogRecord, Watermarks
+from qim.errors import Fenced, StoreError
+from qim.stores.redis import keys
+from qim.stores.redis.resp import Argument, RespClient, RespError
+from qim.stores.redis.scripts import Script
+
+_APPEND: Final = Script("log_append")
+_CHECKPOINT_OPEN: Final = Script("checkpoint_open")
+_CHECKPOINT_SAVE: Final = Script("checkpoint_save")
+_RECORDS_PER_READ: Final = 128
+"""Records of one XRANGE: its reply is built in one piece, and `max_bytes` is judged between two."""
+
+
+class Partition(NamedTuple):
+    """Where a partition is kept."""
+
+    client: RespClient
+    stream: str
+    next_offset: str
+    """Key of the counter."""
+
+
+class EmbeddedCommitLog:
+    """See `qim.commit_log.api.CommitLog`.
+
+    `partition_of` tells where each partition is; `fence_of` the checkpoint key of a producer's source partition, which
+    must be on the instance of the partitions it appends to.
+    """
+
+    def __init__(
+        self,
+        topic: str,
+        cluster_id: str,
+        partition_count: int,
+        partition_of: Callable[[int], Partition],
+        *,
+        fence_of: Callable[[int], str] = keys.fanout_checkpoint,
+    ) -> None:
+        self._topic = topic
+        self._cluster_id = cluster_id
+        self._partitions = [partition_of(partition) for partition in range(partition_count)]
+        self._fence_of = fence_of
+
+    async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
+        by_client: dict[int, list[int]] = {}
+        for i, (partition, _) in enumerate(records):
+            by_client.setdefault(id(self._partitions[partition].client), []).append(i)
+        offsets = [-1] * len(records)
+        for positions in by_client.values():
+            appended = await self._append_to_one([records[i] for i in positions], fence)
+            for i, offset in zip(positions, appended, strict=True):
+                offsets[i] = offset
+        return offsets
+
+    async def _append_to_one(self, records: Sequence[tuple[int, bytes]], fence: Fence | None) -> list[int]:
+        """Append records whose partitions share an instance."""
+        index: dict[int, int] = {}
+        names: list[Argument] = [self._fence_of(fence.source_partition) if fence else ""]
+        arguments: list[Argument] = [fence.epoch if fence else "", keys.STREAM_FIELD]
+        for partition, value in records:
+            if partition not in index:
+                index[partition] = len(index)
+                names += self._partitions[partition][1:]
+            arguments += (index[partition], value)
+        client = self._partitions[records[0][0]].client
+        offsets: list[int] = await _fenced(_APPEND(client, names, arguments), f"append to {self._topic}")
+        return offsets
+
+    async def read(
+        self, partition: int, offset: int, *, max_records: int = 500, max_bytes: int = 4 << 20
+    ) -> list[LogRecord]:
+        client, stream, counter = self._partitions[partition]
+        found: list[LogRecord] = []
+        taken_bytes = 0
+        while len(found) < max_records and taken_bytes < max_bytes:
+            at = offset + len(found)
+            want = min(_RECORDS_PER_READ, max_records - len(found))
+            # The counter first: what is appended between the two is then read, never taken for a loss.
+            high_reply, entries = await asyncio.gather(
+                client.call("GET", counter), client.call("XRANGE", stream, f"{at + 1}-0", "+", "COUNT", want)
+            )
+            high = int(high_reply or 0)
+            if at > high or (not entries and at != high):
+                raise StoreError(self._out_of_range(partition, at, f"next offset is {high}"))
+            for entry_id, (_, value) in entries:
+                if entry_id != b"%d-0" % (at + 1):
+                    raise StoreError(self._out_of_range(partition, at, f"found {entry_id.decode()}"))
+                found.append(LogRecord(at, value))
+                taken_bytes += len(value)
+                at += 1
+                if taken_bytes >= max_bytes:
+                    break
+            if len(entries) < want:
+                break
+        return found
+
+    async def watermarks(self, partition: int) -> Watermarks:
+        client, stream, counter = self._partitions[partition]
+        high_reply, first = await asyncio.gather(
+            client.call("GET", counter), client.call("XRANGE", stream, "-", "+", "COUNT", 1)
+        )
+        high = int(high_reply or 0)
+        return Watermarks(int(first[0][0].partition(b"-")[0]) - 1 if first else high, high)
+
+    async def identity(self) -> LogIdentity:
+        """Stored at first use; StoreError when what is stored is another cluster's or has other partitions."""
+        client, name = self._partitions[0].client, keys.log_identity(self._topic)
+        mine = {"cluster_id": self._cluster_id, "partition_count": str(len(self._partitions))}
+        for field, value in (*mine.items(), ("topic_id", secrets.token_hex(16))):
+            await client.call("HSETNX", name, field, value)
+        stored = [value.decode() for value in await client.call("HMGET", name, *mine, "topic_id")]
+        if stored[:2] != list(mine.values()):
+            raise StoreError(f"log {self._topic}: stored identity is {stored[:2]}, not {list(mine.values())}")
+        return LogIdentity(cluster_id=stored[0], topic_id=stored[2], partition_count=int(stored[1]))
+
+    async def trim(self, partition: int, safe_offset: int) -> int:
+        """Drop records below `safe_offset`, which the caller took as the minimum of everything that may still be read
+        (DESIGN-data §4); how many went. StoreError above the high watermark: such a floor is not of this log."""
+        client, stream, counter = self._partitions[partition]
+        high = int(await client.call("GET", counter) or 0)
+        if safe_offset > high:
+            raise StoreError(self._out_of_range(partition, safe_offset, f"next offset is {high}"))
+        dropped: int = await client.call("XTRIM", stream, "MINID", "=", f"{safe_offset + 1}-0")
+        return dropped
+
+    def _out_of_range(self, partition: int, offset: int, found: str) -> str:
+        return f"log {self._topic}/{partition}: no record at offset {offset}, {found}"
+
+
+class RedisCheckpointStore:
+    """See `qim.commit_log.api.CheckpointStore`. A position is bound to the identity of the topic it counts in."""
+
+    def __init__(self, client: RespClient, identity: LogIdentity) -> None:
+        self._client = client
+        self._identity = f"{identity.cluster_id} {identity.topic_id} {identity.partition_count}"
+
+    async def open_partition(self, partition: int, fanout_epoch: int, grant_id: str) -> int:
+        call = _CHECKPOINT_OPEN(
+            self._client, (keys.fanout_checkpoint(partition),), (fanout_epoch, grant_id, self._identity)
+        )
+        return int(await _fenced(call, f"checkpoint {partition}"))
+
+    async def save(self, partition: int, fanout_epoch: int, next_offset: int) -> None:
+        call = _CHECKPOINT_SAVE(self._client, (keys.fanout_checkpoint(partition),), (fanout_epoch, next_offset))
+        await _fenced(call, f"checkpoint {partition}")
+
+
+async def _fenced(call: Any, what: str) -> Any:
+    """The reply, or Fenced for the scripts' error of that name."""
+    try:
+        return await call
+    except RespError as error:
+        if error.code == "FENCED":
+            raise Fenced(f"{what}: {error}") from None
+        raise

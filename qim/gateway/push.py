@@ -1,0 +1,74 @@
+"""From PushBatch to sockets (§11.1.1) and what a MailboxNode says about pushes that may be missing.
+
+The body of a batch is encoded once, by the MailboxNode; here each recipient adds a head of a few bytes.
+"""
+
+from __future__ import annotations
+
+from qim.backplane.api import Backplane
+from qim.gateway.connection import ClientConnection, Session
+from qim.gateway.sync import HeldPush
+from qim.gateway.table import ConnectionTable
+from qim.obs import metrics
+from qim.obs.logs import get_logger
+from qim.protocol.internal import PushBatch, decode_push_batches
+from qim.protocol.opcodes import InternalOpcode
+from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty, PresenceStale
+
+log = get_logger(__name__)
+
+
+class PushDelivery:
+    """Hands entries to the connections they name, and to no other: id, session epoch and user key must all agree."""
+
+    __slots__ = ("_backplane", "_table")
+
+    def __init__(self, table: ConnectionTable, backplane: Backplane) -> None:
+        self._table = table
+        self._backplane = backplane
+
+    def on_push_batch(self, peer: str, body: bytes) -> None:
+        """PUSH_BATCH: any number of batches."""
+        for batch in decode_push_batches(body):
+            self._deliver(peer, batch)
+
+    def on_mark_dirty(self, peer: str, mark: MarkDirty) -> None:
+        """MARK_DIRTY: these connections may have missed a push."""
+        for device in mark.devices:
+            connection = self._table.by_id.get(device.connection_id)
+            session = connection.session if connection else None
+            if connection is None or session is None or session.epoch != device.session_epoch:
+                self._stale(peer, device.tenant_id, device.connection_id, device.session_epoch, session)
+            else:
+                connection.mark_dirty()
+
+    def _deliver(self, peer: str, batch: PushBatch) -> None:
+        find = self._table.by_id.get
+        common = batch.common
+        for user_key, connection_id, epoch, mailbox_seq, ref in batch.recipients:
+            connection = find(connection_id)
+            session = connection.session if connection is not None else None
+            if connection is None or session is None or session.epoch != epoch or session.user_key != user_key:
+                self._stale(peer, batch.tenant_id, connection_id, epoch, session)
+            elif connection.barrier is None:
+                connection.push_event(mailbox_seq, ref, common)
+            else:
+                self._hold(connection, HeldPush(mailbox_seq, ref, common))
+        metrics.PUSH_BATCH_RECIPIENTS.observe(len(batch.recipients))
+        metrics.PUSHED_TOTAL.inc(len(batch.recipients))
+
+    def _hold(self, connection: ClientConnection, push: HeldPush) -> None:
+        """Before ONLINE_READY; an overflow is told to the client right behind it (§9.4.1)."""
+        assert connection.barrier is not None
+        if not connection.barrier.hold(push):
+            connection.mark_dirty()
+
+    def _stale(self, peer: str, tenant_id: str, connection_id: int, epoch: int, session: Session | None) -> None:
+        """The MailboxNode's index is behind: it is told what it named and what is here instead (§5.4.3)."""
+        metrics.SESSION_EPOCH_REJECT_TOTAL.inc()
+        device = DeviceTarget(tenant_id=tenant_id, connection_id=connection_id, session_epoch=epoch)
+        if session is not None:
+            device.user_id = session.user_id
+            device.device_id = session.device_id
+        stale = PresenceStale(device=device, observed_epoch=session.epoch if session is not None else 0)
+        self._backplane.notify(peer, InternalOpcode.PRESENCE_STALE, stale.SerializeToString())

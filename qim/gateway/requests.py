@@ -1,0 +1,326 @@
+"""Requests of clients that other parts answer: sends and group changes to writers, pulls to MailboxNodes.
+
+Every request of a connection is written to its peer's link in the order it arrived (a task starts in the order it was
+made and `Backplane.request` queues before it first waits), so one sender's order is the writer's. Answers are matched
+by `request_id`. A peer that does not answer costs the client a retryable error, never a final one (DESIGN-data §3.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from google.protobuf.message import DecodeError, Message
+
+from qim.core.ids import group_conversation_id
+from qim.errors import Detail, ErrorCode
+from qim.gateway.admission import Admission, Refusal
+from qim.gateway.checks import BAD_REQUEST, Refused, check_group, check_history, check_pull, check_send
+from qim.gateway.connection import ClientConnection, Session
+from qim.gateway.replies import code_of, forwarded_error_body
+from qim.gateway.surroundings import Surroundings
+from qim.gateway.sync import QueuedPull, Verdict
+from qim.obs import metrics
+from qim.protocol.entry import varint
+from qim.protocol.opcodes import InternalOpcode, Opcode
+from qim.protocol.qim_pb2 import (
+    CreateGroup,
+    DeviceTarget,
+    Error,
+    GroupReply,
+    HistoryPull,
+    HistoryPullReply,
+    LeaveGroup,
+    MailboxPull,
+    MailboxPullReply,
+    PullHistory,
+    PullMailbox,
+    SendMessage,
+    SubmitCreateGroup,
+    SubmitLeaveGroup,
+    SubmitSendReply,
+)
+from qim.protocol.reader import Frame
+
+IN_FLIGHT_MAX: Final = 64
+"""Sends, group changes and history reads of one connection that wait for an answer: eight conversations of
+`sends_in_flight_max` each. More is answered RATE_LIMITED."""
+BUSY_RETRY_MS: Final = 500
+"""About the time a full window of a connection takes to empty under load."""
+_SUBMIT_MESSAGE_TAG: Final = b"\x22"
+_SUBMIT_LIMITS_LIFTED: Final = b"\x28\x01"
+_BATCH_ENTRY_TAG: Final = b"\x0a"
+"""A MailboxBatch that has entries begins with one: they are its first field."""
+
+
+class Requests:
+    """Runs the requests of all connections of a worker."""
+
+    __slots__ = ("_admission", "_around", "_parameters")
+
+    def __init__(self, surroundings: Surroundings, admission: Admission) -> None:
+        self._around = surroundings
+        self._parameters = surroundings.parameters
+        self._admission = admission
+
+    # ---------------------------------------------------------------------------------------------- to the writers
+
+    def send_message(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
+        """SEND_MESSAGE: checks, first-level admission, then SUBMIT_SEND."""
+        metrics.SEND_TOTAL.inc()
+        message = SendMessage()
+        if not _parse(message, frame.body):
+            self._refuse_send(connection, frame.request_id, "", BAD_REQUEST)
+            return
+        refused = check_send(message, session.user_id, self._parameters)
+        client_message_id = message.client_message_id
+        if refused is not None:
+            self._refuse_send(connection, frame.request_id, client_message_id, refused)
+            return
+        limited = self._judge_send(connection, session, message.conversation_id, now_ms)
+        if limited is not None:
+            self._count_limited(session, limited)
+            metrics.SEND_REJECT_TOTAL.labels(code=ErrorCode.RATE_LIMITED.name).inc()
+            connection.error(
+                ErrorCode.RATE_LIMITED,
+                frame.request_id,
+                retry_after_ms=self._around.jittered_ms(limited.retry_after_ms),
+                client_message_id=client_message_id,
+            )
+            return
+        body = session.submit_prefix + _SUBMIT_MESSAGE_TAG + varint(len(frame.body)) + frame.body
+        if session.limits_lifted:
+            body += _SUBMIT_LIMITS_LIFTED
+        writer = self._around.routing.writer_of(session.tenant_id, message.conversation_id)
+        self._start(connection, "send", self._submit(connection, frame.request_id, client_message_id, writer, body))
+
+    def change_group(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
+        """CREATE_GROUP and LEAVE_GROUP: the actor is the authenticated connection, never a field (§3.17, §3.18)."""
+        request = CreateGroup() if frame.opcode == Opcode.CREATE_GROUP else LeaveGroup()
+        refused = check_group(request) if _parse(request, frame.body) else BAD_REQUEST
+        if refused is not None:
+            self._refuse(connection, frame, refused)
+            return
+        if connection.in_flight >= IN_FLIGHT_MAX:
+            self._refuse_busy(connection, session, frame.request_id)
+            return
+        submit: Message
+        if isinstance(request, CreateGroup):
+            submit = SubmitCreateGroup(tenant_id=session.tenant_id, user_id=session.user_id, request=request)
+            opcode = InternalOpcode.SUBMIT_CREATE_GROUP
+        else:
+            submit = SubmitLeaveGroup(tenant_id=session.tenant_id, user_id=session.user_id, request=request)
+            opcode = InternalOpcode.SUBMIT_LEAVE_GROUP
+        writer = self._around.routing.writer_of(session.tenant_id, group_conversation_id(request.group_id))
+        work = self._submit_group(connection, frame.request_id, writer, opcode, submit.SerializeToString())
+        self._start(connection, "group change", work)
+
+    async def _submit(
+        self, connection: ClientConnection, request_id: int, client_message_id: str, writer: str | None, body: bytes
+    ) -> None:
+        started_ms = self._around.clock.monotonic_ms()
+        answer = await self._around.ask(writer, InternalOpcode.SUBMIT_SEND, body)
+        reply = SubmitSendReply()
+        if answer is None or not _parse(reply, answer):
+            metrics.SEND_REJECT_TOTAL.labels(code=ErrorCode.REGION_FAILOVER.name).inc()
+            self._failover(connection, request_id, client_message_id)
+        elif reply.HasField("error"):
+            metrics.SEND_REJECT_TOTAL.labels(code=_code_name(reply.error)).inc()
+            connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id, client_message_id), request_id)
+        else:
+            reply.ack.request_id = request_id
+            connection.reply(Opcode.SEND_ACK, reply.ack.SerializeToString(), request_id)
+            metrics.SEND_TO_ACK_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
+
+    async def _submit_group(
+        self, connection: ClientConnection, request_id: int, writer: str | None, opcode: InternalOpcode, body: bytes
+    ) -> None:
+        answer = await self._around.ask(writer, opcode, body)
+        reply = GroupReply()
+        if answer is None or not _parse(reply, answer):
+            self._failover(connection, request_id)
+        elif reply.HasField("error"):
+            connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id), request_id)
+        else:
+            connection.reply(Opcode.MEMBER_LIST_BATCH, reply.members.SerializeToString(), request_id)
+
+    # ------------------------------------------------------------------------------------------ to the MailboxNodes
+
+    def pull_mailbox(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
+        """PULL_MAILBOX: legal range, window, fallback interval; then MAILBOX_PULL."""
+        pull = PullMailbox()
+        refused = check_pull(pull, self._parameters) if _parse(pull, frame.body) else BAD_REQUEST
+        barrier = connection.barrier
+        if refused is None and barrier is not None and not barrier.in_range(pull.after_seq, pull.up_to_seq):
+            refused = Refused(ErrorCode.CURSOR_INVALID)
+        if refused is not None:
+            self._refuse(connection, frame, refused)
+            return
+        needed = barrier is not None or connection.dirty.dirty or pull.after_seq < connection.last_pushed_user_seq
+        queued = QueuedPull(frame.request_id, pull)
+        verdict = connection.pulls.offer(queued, now_ms, needed=needed)
+        if verdict is Verdict.START:
+            self._around.work.start("pull", self._pulls(connection, session, queued))
+        elif verdict is Verdict.TOO_SOON:
+            metrics.IGNORED_PULL_TOTAL.inc()
+            wait_ms = self._around.jittered_ms(connection.pulls.resync_wait_ms(now_ms))
+            connection.error(ErrorCode.RATE_LIMITED, frame.request_id, retry_after_ms=wait_ms)
+        elif verdict is Verdict.TOO_MANY:
+            self._refuse_busy(connection, session, frame.request_id)
+
+    def pull_history(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
+        """PULL_HISTORY: checks, `per_user_history_pull_rate`; then HISTORY_PULL."""
+        pull = PullHistory()
+        refused = check_history(pull, session.user_id, self._parameters) if _parse(pull, frame.body) else BAD_REQUEST
+        if refused is not None:
+            self._refuse(connection, frame, refused)
+            return
+        if connection.in_flight >= IN_FLIGHT_MAX:
+            self._refuse_busy(connection, session, frame.request_id)
+            return
+        limited = None if session.limits_lifted else self._admission.judge_history(session.user_key, now_ms)
+        if limited is not None:
+            self._count_limited(session, limited)
+            wait_ms = self._around.jittered_ms(limited.retry_after_ms)
+            connection.error(ErrorCode.RATE_LIMITED, frame.request_id, retry_after_ms=wait_ms)
+            return
+        self._start(connection, "history", self._history(connection, session, frame.request_id, pull))
+
+    async def _pulls(self, connection: ClientConnection, session: Session, first: QueuedPull) -> None:
+        """One of the window's places: this pull, then what waited for the place."""
+        following: QueuedPull | None = first
+        while following is not None and not connection.is_closing():
+            await self._pull(connection, session, following)
+            following = connection.pulls.finished()
+
+    async def _pull(self, connection: ClientConnection, session: Session, queued: QueuedPull) -> None:
+        pull = queued.pull
+        generation = connection.dirty.pull_starts(pull.up_to_seq)
+        body = MailboxPull(device=device_target(connection, session), pull=pull).SerializeToString()
+        answer = await self._around.ask(
+            self._around.routing.mailbox_of(session.shard), InternalOpcode.MAILBOX_PULL, body
+        )
+        reply = MailboxPullReply()
+        if answer is None or not _parse(reply, answer):
+            self._shard_moved(connection, queued.request_id)
+            return
+        if reply.HasField("error"):
+            count_cursor_error(reply.error)
+            connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, queued.request_id), queued.request_id)
+            return
+        covered = reply.covered_through_seq
+        connection.reply(Opcode.MAILBOX_BATCH, reply.batch, queued.request_id)
+        connection.pulls.answered(covered, has_more=covered < reply.up_to_seq)
+        if connection.barrier is not None:
+            connection.barrier.answered(pull.after_seq, covered)
+        connection.dirty.pulled(
+            generation=generation,
+            asked_up_to_seq=pull.up_to_seq,
+            up_to_seq=reply.up_to_seq,
+            covered_through_seq=covered,
+        )
+        metrics.PULL_MAILBOX_TOTAL.inc()
+        if not reply.batch.startswith(_BATCH_ENTRY_TAG):
+            metrics.EMPTY_PULL_TOTAL.inc()
+
+    async def _history(
+        self, connection: ClientConnection, session: Session, request_id: int, pull: PullHistory
+    ) -> None:
+        started_ms = self._around.clock.monotonic_ms()
+        body = HistoryPull(device=device_target(connection, session), pull=pull).SerializeToString()
+        answer = await self._around.ask(
+            self._around.routing.mailbox_of(session.shard), InternalOpcode.HISTORY_PULL, body
+        )
+        reply = HistoryPullReply()
+        if answer is None or not _parse(reply, answer):
+            self._shard_moved(connection, request_id)
+        elif reply.HasField("error"):
+            connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id), request_id)
+        else:
+            connection.reply(Opcode.HISTORY_BATCH, reply.batch, request_id)
+            metrics.PULL_HISTORY_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
+
+    # ------------------------------------------------------------------------------------------------------- shared
+
+    def _start(self, connection: ClientConnection, name: str, work: Coroutine[Any, Any, None]) -> None:
+        connection.in_flight += 1
+        self._around.work.start(name, work).add_done_callback(lambda _: _finished(connection))
+
+    def _judge_send(
+        self, connection: ClientConnection, session: Session, conversation_id: str, now_ms: float
+    ) -> Refusal | None:
+        if connection.in_flight >= IN_FLIGHT_MAX:
+            return Refusal("requests_in_flight", BUSY_RETRY_MS)
+        if session.limits_lifted:
+            return None
+        return self._admission.judge_send(session.user_key, conversation_id, now_ms)
+
+    def _refuse(self, connection: ClientConnection, frame: Frame, refused: Refused) -> None:
+        if refused.detail == Detail.BAD_REQUEST:
+            metrics.BAD_REQUEST_TOTAL.labels(opcode=Opcode(frame.opcode).name).inc()
+        connection.error(refused.code, frame.request_id, detail=refused.detail)
+
+    def _refuse_send(
+        self, connection: ClientConnection, request_id: int, client_message_id: str, refused: Refused
+    ) -> None:
+        if refused.detail == Detail.BAD_REQUEST:
+            metrics.BAD_REQUEST_TOTAL.labels(opcode=Opcode.SEND_MESSAGE.name).inc()
+        metrics.SEND_REJECT_TOTAL.labels(code=refused.code.name).inc()
+        connection.error(refused.code, request_id, detail=refused.detail, client_message_id=client_message_id[:64])
+
+    def _refuse_busy(self, connection: ClientConnection, session: Session, request_id: int) -> None:
+        self._count_limited(session, Refusal("requests_in_flight", BUSY_RETRY_MS))
+        retry_after_ms = self._around.jittered_ms(BUSY_RETRY_MS)
+        connection.error(ErrorCode.RATE_LIMITED, request_id, retry_after_ms=retry_after_ms)
+
+    def _count_limited(self, session: Session, refusal: Refusal) -> None:
+        metrics.RATE_LIMIT_HIT_TOTAL.labels(tenant=session.tenant_id, dimension=refusal.dimension).inc()
+
+    def _failover(self, connection: ClientConnection, request_id: int, client_message_id: str = "") -> None:
+        retry_after_ms = self._around.jittered_ms(self._parameters.region_failover_retry_after_ms)
+        connection.error(
+            ErrorCode.REGION_FAILOVER, request_id, retry_after_ms=retry_after_ms, client_message_id=client_message_id
+        )
+
+    def _shard_moved(self, connection: ClientConnection, request_id: int) -> None:
+        retry_after_ms = self._around.jittered_ms(BUSY_RETRY_MS)
+        connection.error(ErrorCode.SHARD_MOVED, request_id, retry_after_ms=retry_after_ms)
+
+
+def device_target(connection: ClientConnection, session: Session) -> DeviceTarget:
+    """The connection as other parts name it."""
+    return DeviceTarget(
+        tenant_id=session.tenant_id,
+        user_id=session.user_id,
+        device_id=session.device_id,
+        connection_id=connection.id,
+        session_epoch=session.epoch,
+    )
+
+
+def _parse(message: Message, body: bytes) -> bool:
+    try:
+        message.ParseFromString(body)
+    except DecodeError:
+        return False
+    return True
+
+
+def _finished(connection: ClientConnection) -> None:
+    connection.in_flight -= 1
+
+
+def count_cursor_error(error: Error) -> None:
+    """CURSOR_* that goes to a client."""
+    code = code_of(error)
+    if code is ErrorCode.CURSOR_REBASED:
+        metrics.MAILBOX_CURSOR_REBASE_COUNT.inc()
+    elif code is ErrorCode.CURSOR_EXPIRED:
+        metrics.CURSOR_EXPIRED_TOTAL.inc()
+    elif code is ErrorCode.CURSOR_INVALID:
+        metrics.CURSOR_INVALID_TOTAL.inc()
+
+
+def _code_name(error: Error) -> str:
+    code = code_of(error)
+    return code.name if code is not None else "unknown"

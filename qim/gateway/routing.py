@@ -1,0 +1,62 @@
+"""Which role instance a request goes to: the map of owners is a local cache (§5.3.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from qim.core.ids import conversation_bucket, mailbox_shard_id
+from qim.registry.api import LeaseKind, RouteMap
+
+
+class Routes(Protocol):
+    """The cached `RouteMap`, kept fresh by its owner."""
+
+    def owner(self, kind: LeaseKind, shard_id: int) -> str | None: ...
+
+    def refresh_soon(self) -> None:
+        """An owner did not answer: look at the registry now instead of at the next poll."""
+        ...
+
+    def on_change(self, listener: Callable[[RouteMap], None]) -> None:
+        """Called with every newer map."""
+        ...
+
+
+class Routing:
+    """Addresses of conversations and users."""
+
+    __slots__ = ("_bucket_count", "_routes", "_shard_count")
+
+    def __init__(self, routes: Routes, *, conversation_bucket_count: int, mailbox_shard_count: int) -> None:
+        self._routes = routes
+        self._bucket_count = conversation_bucket_count
+        self._shard_count = mailbox_shard_count
+
+    def writer_of(self, tenant_id: str, conversation_id: str) -> str | None:
+        """The writer that owns the bucket of a conversation; None while nobody does."""
+        bucket = conversation_bucket(tenant_id, conversation_id, self._bucket_count)
+        return self._routes.owner(LeaseKind.CONVERSATION_BUCKET, bucket)
+
+    def shard_of(self, tenant_id: str, user_id: str) -> int:
+        """MailboxShard of a user."""
+        return mailbox_shard_id(tenant_id, user_id, self._shard_count)
+
+    def mailbox_of(self, shard: int) -> str | None:
+        """The MailboxNode that owns a shard; None while nobody does."""
+        return self._routes.owner(LeaseKind.MAILBOX_SHARD, shard)
+
+    def complete(self) -> bool:
+        """Every bucket and every shard has an owner."""
+        return all(
+            self._routes.owner(kind, number) is not None
+            for kind, count in (
+                (LeaseKind.CONVERSATION_BUCKET, self._bucket_count),
+                (LeaseKind.MAILBOX_SHARD, self._shard_count),
+            )
+            for number in range(count)
+        )
+
+    def peer_failed(self) -> None:
+        """A request was not answered: its owner may have changed."""
+        self._routes.refresh_soon()

@@ -1,0 +1,1 @@
+"""ConversationWriter: judges, commits and announces the messages and membership changes of its conversation buckets."""

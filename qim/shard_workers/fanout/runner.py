@@ -1,0 +1,328 @@
+"""FanoutRole: the outbox partitions of one worker, each dispatched in order by a task of its own (DESIGN-data §4)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from qim.backplane.api import Backplane
+from qim.commit_log.api import CheckpointStore, CommitLog, Fence, LogRecord
+from qim.errors import Fenced, StoreError
+from qim.obs import metrics
+from qim.obs.logs import get_logger
+from qim.protocol.opcodes import InternalOpcode
+from qim.protocol.qim_pb2 import LagReport, LogHint, OutboxRecord
+from qim.registry.api import LeaseKind, ShardRegistry
+from qim.runtime.backoff import Backoff
+from qim.runtime.clock import Clock
+from qim.runtime.tasks import FailureHandler, TaskSet
+from qim.shard_workers.fanout.dispatch import ShardTargets, Source, direct_slots, direct_targets, dispatches
+from qim.shard_workers.fanout.machine import PartitionMachine
+from qim.shard_workers.feed import GAP_WAIT_MS
+from qim.shard_workers.owners import OwnerMap
+from qim.stores.api import GroupMembership
+
+log = get_logger(__name__)
+
+INDEX_CACHE_VERSIONS: Final = 4096
+"""Version indexes in memory, at most one SnapshotRef per shard each."""
+APPEND_RECORDS_MAX: Final = 512
+"""Dispatches of one append call: a call blocks the core instance for about 5 µs per record."""
+READ_RECORDS_MAX: Final = 500
+_RETRY_INITIAL_MS: Final = 20
+_RETRY_MAX_MS: Final = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FanoutSettings:
+    """Counts are those of the cluster map, intervals in ms."""
+
+    conversation_bucket_count: int
+    mailbox_shard_count: int
+    lane_count: int = 64
+    poll_interval_ms: float = 1000.0
+    lag_report_interval_ms: float = 100.0
+
+
+class _Partition:
+    """Runtime of one outbox partition."""
+
+    __slots__ = ("_wake", "epoch", "idle", "machine", "number", "retry", "timer")
+
+    def __init__(self, number: int, epoch: int, machine: PartitionMachine) -> None:
+        self.number = number
+        self.epoch = epoch
+        self.machine = machine
+        self.retry = Backoff(
+            initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
+        )
+        self.timer: asyncio.TimerHandle | None = None
+        self.idle = asyncio.Event()
+        """Set while everything that arrived is dispatched."""
+        self._wake: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def wait(self, timeout_ms: float) -> None:
+        """Until `wake` or the time is over; nothing is left to dispatch."""
+        self.idle.set()
+        loop = asyncio.get_running_loop()
+        self._wake = loop.create_future()
+        timer = loop.call_later(timeout_ms / 1000, self.wake)
+        try:
+            await self._wake
+        finally:
+            timer.cancel()
+            self.idle.clear()
+            self._wake = None
+
+
+class FanoutRole:
+    """Role "fanout-<i>": owns the outbox partitions with number mod pool_size = index."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        pool_size: int,
+        *,
+        settings: FanoutSettings,
+        registry: ShardRegistry,
+        outbox: CommitLog,
+        dispatch_log: CommitLog,
+        checkpoints: CheckpointStore,
+        membership: GroupMembership,
+        backplane: Backplane,
+        clock: Clock,
+        on_failure: FailureHandler,
+    ) -> None:
+        self.name = name
+        self._numbers = [n for n in range(settings.conversation_bucket_count) if n % pool_size == index]
+        self._settings = settings
+        self._registry = registry
+        self._outbox = outbox
+        self._dispatch_log = dispatch_log
+        self._checkpoints = checkpoints
+        self._membership = membership
+        self._backplane = backplane
+        self._clock = clock
+        self._on_failure = on_failure
+        self._owners = OwnerMap(registry, backplane)
+        self._tasks = TaskSet(self._failed)
+        self._partitions: dict[int, _Partition] = {}
+        self._indexes: OrderedDict[tuple[str, str, int], ShardTargets] = OrderedDict()
+        self._draining = False
+        self._ready = False
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def start(self) -> None:
+        """Grant the partitions, take their checkpoints, begin. StoreError when registry or core do not answer."""
+        grant_id = secrets.token_hex(8)
+        grants = await self._registry.grant(LeaseKind.OUTBOX_PARTITION, self._numbers, self.name, grant_id)
+        await self._owners.refresh()
+        positions = await asyncio.gather(
+            *(self._checkpoints.open_partition(grant.shard_id, grant.epoch, grant.grant_id) for grant in grants)
+        )
+        now_ms = self._clock.monotonic_ms()
+        for grant, next_offset in zip(grants, positions, strict=True):
+            machine = PartitionMachine(next_offset, poll_interval_ms=self._settings.poll_interval_ms, now_ms=now_ms)
+            self._partitions[grant.shard_id] = _Partition(grant.shard_id, grant.epoch, machine)
+        self._backplane.on_notice(InternalOpcode.OUTBOX_HINT, self._on_hint)
+        for partition in self._partitions.values():
+            self._tasks.start(f"{self.name} partition {partition.number}", self._run(partition))
+        self._tasks.start(f"{self.name} routes", self._owners.keep_fresh())
+        self._tasks.start(f"{self.name} report", self._report_lag())
+        self._ready = True
+        log.info("fanout_started", role=self.name, count=len(self._partitions))
+
+    async def drain(self) -> None:
+        """Dispatch what has arrived, then save every checkpoint."""
+        self._draining = True
+        for partition in self._partitions.values():
+            machine = partition.machine
+            await partition.idle.wait()
+            if machine.durable != machine.saved:
+                await self._checkpoints.save(partition.number, partition.epoch, machine.durable)
+
+    async def stop(self) -> None:
+        self._ready = False
+        await self._tasks.close()
+
+    def ready(self) -> bool:
+        return self._ready
+
+    def _failed(self, task: str, error: BaseException) -> None:
+        self._ready = False
+        if isinstance(error, Fenced):
+            metrics.FENCED_TOTAL.labels(kind="fanout").inc()
+        self._on_failure(task, error)
+
+    # -------------------------------------------------------------------------------------------------------- records
+
+    def _on_hint(self, peer: str, body: bytes) -> None:
+        hint = LogHint.FromString(body)
+        partition = self._partitions.get(hint.partition)
+        if partition is None or self._draining:
+            return
+        if partition.machine.feed.offer_hint(hint.first_offset, hint.records, self._clock.monotonic_ms()):
+            partition.wake()
+            return
+        metrics.HINT_GAP_TOTAL.labels(topic="outbox").inc()
+        if partition.timer is None:
+            loop = asyncio.get_running_loop()
+            partition.timer = loop.call_later(GAP_WAIT_MS / 1000, self._gap_over, partition)
+
+    def _gap_over(self, partition: _Partition) -> None:
+        partition.timer = None
+        partition.wake()
+
+    async def _run(self, partition: _Partition) -> None:
+        """Dispatch one partition for ever; what fails is tried again and holds up this partition only."""
+        machine = partition.machine
+        while True:
+            try:
+                batch = machine.next_batch()
+                if batch:
+                    await self._dispatch(partition, batch)
+                    machine.dispatched()
+                elif machine.feed.read_due_in_ms(self._clock.monotonic_ms()) <= 0 and not self._draining:
+                    await self._read(partition)
+                await self._save_checkpoint(partition)
+                partition.retry.reset()
+            except Fenced:
+                raise
+            except StoreError as error:
+                delay_ms = partition.retry.delay_ms()
+                log.warning("fanout_retry", partition=partition.number, offset=machine.durable, delay_ms=delay_ms,
+                            error=error)  # fmt: skip
+                await asyncio.sleep(delay_ms / 1000)
+                continue
+            if not machine.feed.ready:
+                await partition.wait(self._idle_ms(machine))
+
+    def _idle_ms(self, machine: PartitionMachine) -> float:
+        """Until the next read or checkpoint."""
+        if self._draining:
+            return self._settings.poll_interval_ms
+        due_ms = machine.feed.read_due_in_ms(self._clock.monotonic_ms())
+        if machine.durable != machine.saved:
+            due_ms = min(due_ms, machine.checkpoint_in_ms(self._clock.monotonic_ms()))
+        return due_ms
+
+    async def _read(self, partition: _Partition) -> None:
+        feed = partition.machine.feed
+        limit = min(feed.room(), READ_RECORDS_MAX)
+        records = await self._outbox.read(partition.number, feed.next_offset, max_records=limit)
+        feed.offer_read(records, complete=len(records) < limit, now_ms=self._clock.monotonic_ms())
+
+    async def _save_checkpoint(self, partition: _Partition) -> None:
+        machine = partition.machine
+        if machine.checkpoint_in_ms(self._clock.monotonic_ms()) > 0:
+            return
+        durable = machine.durable
+        await self._checkpoints.save(partition.number, partition.epoch, durable)
+        machine.checkpoint_saved(durable, self._clock.monotonic_ms())
+
+    # ------------------------------------------------------------------------------------------------------ dispatches
+
+    async def _dispatch(self, partition: _Partition, batch: Sequence[LogRecord]) -> None:
+        """Append the dispatches of a batch and tell the mailbox owners, in order."""
+        made: list[tuple[int, bytes]] = []
+        for record in batch:
+            source = Source(partition.number, record.offset, record.value)
+            made += await self._dispatches_of(source)
+            if len(made) >= APPEND_RECORDS_MAX:
+                await self._append(partition, made)
+                made = []
+        if made:
+            await self._append(partition, made)
+        metrics.FANOUT_LAG_MS.observe(max(0, self._clock.unix_ms() - created_at_ms(batch[0])))
+
+    async def _dispatches_of(self, source: Source) -> list[tuple[int, bytes]]:
+        settings = self._settings
+        version = source.group_version()
+        targets: ShardTargets = {}
+        slots: dict[str, int] = {}
+        if version is None:
+            targets = direct_targets(source, settings.mailbox_shard_count, settings.lane_count)
+            slots = {} if source.is_for_all() else direct_slots(source)
+        else:
+            if source.is_for_all():
+                targets = await self._index_of(version)
+            subjects = source.subjects()
+            if subjects:
+                tenant_id, group_id, _ = version
+                found = await self._membership.slots_of(tenant_id, group_id, subjects)
+                slots = {user_id: slot for user_id, slot in zip(subjects, found, strict=True) if slot is not None}
+        made = dispatches(source, targets, slots, settings.mailbox_shard_count, settings.lane_count)
+        metrics.FANOUT_TARGET_SHARDS_PER_MESSAGE.observe(len(made))
+        return made
+
+    async def _index_of(self, version: tuple[str, str, int]) -> ShardTargets:
+        known = self._indexes.get(version)
+        if known is not None:
+            self._indexes.move_to_end(version)
+            return known
+        targets = await self._membership.version_index(*version)
+        self._indexes[version] = targets
+        if len(self._indexes) > INDEX_CACHE_VERSIONS:
+            self._indexes.popitem(last=False)
+        return targets
+
+    async def _append(self, partition: _Partition, made: Sequence[tuple[int, bytes]]) -> None:
+        fence = Fence(partition.number, partition.epoch)
+        offsets = await self._dispatch_log.append(made, fence)
+        metrics.DISPATCH_TOTAL.inc(len(made))
+        hints: dict[int, list[tuple[int, bytes]]] = {}
+        for (shard, value), offset in zip(made, offsets, strict=True):
+            hints.setdefault(shard, []).append((offset, value))
+        for shard, records in hints.items():
+            owner = self._owners.owner(LeaseKind.MAILBOX_SHARD, shard)
+            if owner is not None:
+                for hint in contiguous_hints(shard, records):
+                    self._backplane.notify(owner, InternalOpcode.DISPATCH_HINT, hint)
+
+    # ------------------------------------------------------------------------------------------------------------- lag
+
+    async def _report_lag(self) -> None:
+        """Tell every writer, each 100 ms, how old the oldest record without durable dispatches is."""
+        while True:
+            await asyncio.sleep(self._settings.lag_report_interval_ms / 1000)
+            report = self._lag_report().SerializeToString()
+            for writer in self._owners.owners(LeaseKind.CONVERSATION_BUCKET):
+                self._backplane.notify(writer, InternalOpcode.LAG_REPORT, report)
+
+    def _lag_report(self) -> LagReport:
+        now_unix_ms = self._clock.unix_ms()
+        lags = []
+        for partition in self._partitions.values():
+            oldest = partition.machine.oldest()
+            lag_ms = 0 if oldest is None else max(0, now_unix_ms - created_at_ms(oldest))
+            metrics.OUTBOX_LAG_SECONDS.labels(partition=partition.number).set(lag_ms / 1000)
+            lags.append(lag_ms)
+        return LagReport(reporter=self.name, partitions=list(self._partitions), partition_lag_ms=lags)
+
+
+def created_at_ms(record: LogRecord) -> int:
+    """Commit time of an outbox record, unix ms."""
+    return OutboxRecord.FromString(record.value).created_at
+
+
+def contiguous_hints(shard: int, records: Sequence[tuple[int, bytes]]) -> list[bytes]:
+    """Encoded hints of (offset, record) pairs that ascend: one per run of adjacent offsets."""
+    hints: list[LogHint] = []
+    expected = -1
+    for offset, value in records:
+        if offset != expected:
+            hints.append(LogHint(partition=shard, first_offset=offset))
+        hints[-1].records.append(value)
+        expected = offset + 1
+    return [hint.SerializeToString() for hint in hints]

@@ -1,0 +1,84 @@
+"""MAILBOX_DIRTY for connections that may have missed a push, spread over time (DESIGN-data §7).
+
+A mark is a promise to tell a connection after now. It is kept until the gateway's link took the frame or the connection
+is gone, so it survives a full queue and a link that is down.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Final
+
+from qim.backplane.api import Backplane
+from qim.obs import metrics
+from qim.protocol.opcodes import InternalOpcode
+from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty
+from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
+
+SPREAD_MS: Final = 5000.0
+"""All connections of a shard or gateway: their pulls must not come at once."""
+RETRY_MS: Final = 500.0
+TICK_MS: Final = 100.0
+
+
+class DirtySpreader:
+    """Pending marks of a role; `tick` sends what is due."""
+
+    def __init__(self, backplane: Backplane, index: OnlineIndex) -> None:
+        self._backplane = backplane
+        self._index = index
+        self._due: dict[tuple[str, int], tuple[float, OnlineDevice]] = {}
+        self._missed_gateways: set[str] = set()
+        self._links_down: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def mark(self, devices: Iterable[OnlineDevice], now_ms: float, *, spread_ms: float = 0.0) -> None:
+        """Tell these connections within `spread_ms`; one that is waiting already stays where it is."""
+        for device in devices:
+            self._due.setdefault(device.identity(), (now_ms + random.random() * spread_ms, device))
+
+    def gateway_missed(self, gateway: str) -> None:
+        """A frame for a gateway was dropped: mark all its connections, once the link works again if it is down."""
+        if gateway not in self._links_down:
+            self._missed_gateways.add(gateway)
+
+    def link_changed(self, gateway: str, up: bool, now_ms: float) -> None:
+        """While a link is down nothing more is noted: when it is up again every connection is marked."""
+        if not up:
+            self._links_down.add(gateway)
+            return
+        self._links_down.discard(gateway)
+        self.mark(self._index.of_gateway(gateway), now_ms, spread_ms=SPREAD_MS)
+
+    def tick(self, now_ms: float, shard_epochs: dict[int, int]) -> None:
+        """Send the marks that are due; what a link refuses is tried again."""
+        for gateway in self._missed_gateways:
+            self.mark(self._index.of_gateway(gateway), now_ms, spread_ms=SPREAD_MS)
+        self._missed_gateways.clear()
+        due = [device for at_ms, device in self._due.values() if at_ms <= now_ms]
+        frames: dict[tuple[str, int], list[OnlineDevice]] = {}
+        for device in due:
+            del self._due[device.identity()]
+            if any(other is device for other in self._index.devices_of(device.tenant_id, device.user_id)):
+                frames.setdefault((device.gateway, device.shard), []).append(device)
+        for (gateway, shard), devices in frames.items():
+            frame = MarkDirty(
+                devices=map(_target, devices), shard=shard, shard_epoch=shard_epochs.get(shard, 0)
+            ).SerializeToString()
+            if self._backplane.notify(gateway, InternalOpcode.MARK_DIRTY, frame):
+                metrics.MAILBOX_DIRTY_SENT_TOTAL.inc(len(devices))
+            else:
+                self.mark(devices, now_ms + RETRY_MS)
+
+
+def _target(device: OnlineDevice) -> DeviceTarget:
+    return DeviceTarget(
+        tenant_id=device.tenant_id,
+        user_id=device.user_id,
+        device_id=device.device_id,
+        connection_id=device.connection_id,
+        session_epoch=device.session_epoch,
+    )

@@ -1,0 +1,263 @@
+"""From a GroupDispatch to the entries of its members (§10.1 steps 8 to 10, DESIGN-data §2), pure.
+
+What all recipients share is encoded once per event (`common`); a recipient costs one hash and one packed struct. The
+common fragment at rest is `reference ‖ body at rest`, on the wire `reference ‖ body`: see `mailbox/bodies.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from qim.core import ids
+from qim.protocol.entry import (
+    AT_ALL,
+    AT_ME,
+    FLAG_COUNTS_UNREAD,
+    MENTION_NONE,
+    ORDINAL_CONTROL,
+    REF_BYTES,
+    REPLY_ME,
+    encode_own_ref,
+    encode_ref,
+)
+from qim.protocol.qim_pb2 import DispatchEvent, Entry, GroupDispatch, OutboxRecord
+from qim.stores.api import Recipient
+
+MESSAGE_ID_AT: Final = 6
+"""Where `message_id` lies in a common fragment: `80 01 <type> 8A 01 10 <16 bytes>`."""
+_MESSAGE_ID_TAG: Final = b"\x8a\x01\x10"
+_OWN_TAG: Final = 0x42
+
+
+class Member(NamedTuple):
+    """A recipient: its slot orders chunks, in a single chat 0 and 1 (§7.9)."""
+
+    slot: int
+    user_id: str
+
+
+class Event:
+    """One DispatchEvent, ready to be written for many users."""
+
+    __slots__ = (
+        "ordinal", "flags", "audience_all", "floors", "at_all", "at_users", "reply_to", "plain", "origin_device_id",
+        "reference", "common",
+    )  # fmt: skip
+
+    def __init__(self, event: DispatchEvent, record: OutboxRecord, at_rest: bytes) -> None:
+        self.ordinal = event.event_type - 1
+        self.flags = event.flags
+        self.audience_all = event.audience_all
+        self.floors: dict[str, int] | None = None
+        """The subjects and their visibility floors; None when everybody is meant."""
+        if not event.audience_all:
+            floors = event.joined_at or [0] * len(event.user_ids)
+            self.floors = dict(zip(event.user_ids, floors, strict=True))
+        mention = event.mention
+        self.at_all = mention.at_all
+        self.at_users = frozenset(mention.user_ids)
+        self.reply_to = mention.reply_to_user_id
+        self.plain = self.floors is None and not (self.at_all or self.at_users or self.reply_to)
+        """Every recipient but the sender gets the same flags, mention and floor."""
+        self.origin_device_id = record.sender_device_id if self.ordinal == ORDINAL_CONTROL else ""
+        """The device that caused a control event: it is not pushed back there (§9.7.2)."""
+        self.reference = encode_reference(event, record)
+        self.common = self.reference + at_rest
+
+    def is_for(self, user_id: str) -> bool:
+        return self.floors is None or user_id in self.floors
+
+    def mention_of(self, user_id: str) -> int:
+        """The most personal mention wins: AT_ME, then REPLY_ME, then AT_ALL (§7.3)."""
+        if user_id in self.at_users:
+            return AT_ME
+        if self.reply_to == user_id:
+            return REPLY_ME
+        return AT_ALL if self.at_all else MENTION_NONE
+
+
+class Dispatch:
+    """A GroupDispatch at its log offset. `events` is filled on admission: a folded-over record needs none."""
+
+    __slots__ = (
+        "offset", "shard", "dispatch_id", "bucket", "source", "fencing_epoch", "lane_mask", "snapshot_version",
+        "member_count", "tenant_id", "conversation_id", "conversation_seq", "message_id", "sender_id",
+        "created_at_ms", "direct", "record", "events", "event_count", "event_prefix",
+    )  # fmt: skip
+
+    def __init__(self, offset: int, value: bytes) -> None:
+        frame = GroupDispatch.FromString(value)
+        record = frame.record
+        self.offset = offset
+        self.shard: int = frame.target_mailbox_shard
+        self.dispatch_id: bytes = frame.dispatch_id
+        self.bucket: int = frame.source_bucket
+        self.source: tuple[int, int] = (frame.source_offset, frame.source_part)
+        self.fencing_epoch: int = record.fencing_epoch
+        self.lane_mask: int = frame.lane_mask
+        self.snapshot_version: int = frame.snapshot_version
+        self.member_count: int = frame.member_count
+        self.tenant_id: str = record.tenant_id
+        self.conversation_id: str = record.conversation_id
+        self.conversation_seq: int = record.conversation_seq
+        self.message_id: bytes = record.message_id
+        self.sender_id: str = record.sender_id
+        self.created_at_ms: int = record.created_at
+        self.direct = self.conversation_id.startswith(ids.DIRECT_PREFIX)
+        self.record: OutboxRecord = record
+        self.events: Sequence[Event] = ()
+        self.event_count = 1
+        self.event_prefix = b""
+
+    def prepare(self) -> None:
+        """Encode what all recipients share."""
+        at_rest = encode_body_at_rest(self.record)
+        self.events = [Event(event, self.record, at_rest) for event in self.record.events]
+        self.event_count = len(self.events)
+        self.event_prefix = ids.event_id_prefix(self.tenant_id, self.dispatch_id)
+
+    def recipients(self, mailbox_seq: int, members: Iterable[Member]) -> list[tuple[Recipient, Event]]:
+        """The entries of some members, in the order of the members and then of the events."""
+        if len(self.events) == 1 and self.events[0].plain:
+            event = self.events[0]
+            return [(recipient, event) for recipient in self._plain_recipients(mailbox_seq, event, members)]
+        return [
+            (self._recipient(mailbox_seq, event, user_id), event)
+            for _, user_id in members
+            for event in self.events
+            if event.is_for(user_id)
+        ]
+
+    def chunk(self, mailbox_seq: int, members: Sequence[Member]) -> tuple[bytes | list[bytes], list[Recipient]]:
+        """(common, recipients) of a chunk as `ChunkAppend` takes them."""
+        if len(self.events) == 1:
+            event = self.events[0]
+            if event.plain:
+                return event.common, self._plain_recipients(mailbox_seq, event, members)
+            return event.common, [recipient for recipient, _ in self.recipients(mailbox_seq, members)]
+        made = self.recipients(mailbox_seq, members)
+        return [event.common for _, event in made], [recipient for recipient, _ in made]
+
+    def _plain_recipients(self, mailbox_seq: int, event: Event, members: Iterable[Member]) -> list[Recipient]:
+        prefix, ordinal, flags, sender_id = self.event_prefix, event.ordinal, event.flags, self.sender_id
+        made = []
+        for _, user_id in members:
+            if user_id == sender_id:
+                made.append(self._recipient(mailbox_seq, event, user_id))
+                continue
+            event_id = ids.event_id(prefix, user_id, ordinal)
+            ref = encode_ref(mailbox_seq, event_id, ordinal, flags, MENTION_NONE)
+            made.append(Recipient(user_id, ordinal, event_id, ref))
+        return made
+
+    def _recipient(self, mailbox_seq: int, event: Event, user_id: str) -> Recipient:
+        event_id = ids.event_id(self.event_prefix, user_id, event.ordinal)
+        floor = event.floors[user_id] if event.floors is not None else 0
+        if user_id != self.sender_id:
+            mention = event.mention_of(user_id)
+            ref = encode_ref(mailbox_seq, event_id, event.ordinal, event.flags, mention, floor)
+        else:
+            flags = event.flags & ~FLAG_COUNTS_UNREAD
+            ref = encode_ref(mailbox_seq, event_id, event.ordinal, flags, MENTION_NONE, floor)
+            if self.record.client_message_id:
+                ref = encode_own_ref(ref, self.record.client_message_id)
+        return Recipient(user_id, event.ordinal, event_id, ref)
+
+
+def encode_reference(event: DispatchEvent, record: OutboxRecord) -> bytes:
+    """The reference part all recipients of an event share: fields 16 to 27 of Entry."""
+    entry = Entry(
+        event_type=event.event_type,
+        message_id=record.message_id,
+        conversation_id=record.conversation_id,
+        conversation_seq=record.conversation_seq,
+        last_activity_id=record.message_id,
+        sender_id=record.sender_id,
+        created_at=record.created_at,
+    )
+    if event.event_type == ORDINAL_CONTROL + 1:
+        entry.origin_device_id = record.sender_device_id
+    if event.target_conversation_seq:
+        entry.target_message_id = event.target_message_id
+        entry.target_conversation_seq = event.target_conversation_seq
+        entry.target_sender_id = event.target_sender_id
+        entry.target_flags = event.target_flags
+    return entry.SerializeToString()
+
+
+def encode_body_at_rest(record: OutboxRecord) -> bytes:
+    """Fields 33 to 61 of Entry at rest: the inline body the writer decided on (ADR-0005), or nothing.
+
+    An announcement (conversation_seq 0) has no record to join, so its type travels in the entry.
+    """
+    if not record.inline_body and record.conversation_seq:
+        return b""
+    return body_at_rest(record).SerializeToString()
+
+
+def body_at_rest(source: OutboxRecord | Entry) -> Entry:
+    """The body fields of an entry at rest alone, from the record it is made of or from a stored entry."""
+    return Entry(
+        message_type=source.message_type,
+        custom_type=source.custom_type,
+        schema_version=source.schema_version,
+        inline_ciphertext=source.inline_ciphertext,
+        dek_id=source.dek_id,
+    )
+
+
+def split_entry(entry: bytes) -> tuple[int, bytes]:
+    """(length of the ref, message_id) of a stored entry: fixed places, no parsing."""
+    ref_bytes = REF_BYTES
+    if entry[ref_bytes] == _OWN_TAG:
+        ref_bytes += 2 + entry[ref_bytes + 1]
+    at = ref_bytes + MESSAGE_ID_AT
+    if entry[at - 3 : at] != _MESSAGE_ID_TAG:
+        raise ValueError("stored entry has an unknown layout")
+    return ref_bytes, entry[at : at + 16]
+
+
+def subjects_by_lane(dispatch: Dispatch, lane_count: int) -> dict[int, list[Member]]:
+    """Members named in the record itself, per lane: those of a single chat, or the subjects of its events."""
+    slots = {
+        user_id: slot
+        for event in dispatch.record.events
+        for user_id, slot in zip(event.user_ids, event.slots, strict=True)
+    }
+    by_lane: dict[int, list[Member]] = {}
+    for user_id, slot in slots.items():
+        by_lane.setdefault(ids.lane_id(dispatch.tenant_id, user_id, lane_count), []).append(Member(slot, user_id))
+    for members in by_lane.values():
+        members.sort()
+    return by_lane
+
+
+def direct_by_lane(dispatch: Dispatch, lane_count: int, mailbox_shard_count: int) -> dict[int, list[Member]]:
+    """The users of a single chat whose mailbox is in the dispatch's shard, per lane."""
+    by_lane: dict[int, list[Member]] = {}
+    tenant_id = dispatch.tenant_id
+    for slot, user_id in enumerate(ids.direct_members(dispatch.conversation_id)):
+        if ids.mailbox_shard_id(tenant_id, user_id, mailbox_shard_count) == dispatch.shard:
+            by_lane.setdefault(ids.lane_id(tenant_id, user_id, lane_count), []).append(Member(slot, user_id))
+    return by_lane
+
+
+def lanes_of(mask: int) -> list[int]:
+    """Set bits, ascending."""
+    lanes = []
+    while mask:
+        low = mask & -mask
+        lanes.append(low.bit_length() - 1)
+        mask ^= low
+    return lanes
+
+
+def check_members(dispatch: Dispatch, by_lane: Mapping[int, Sequence[Member]]) -> None:
+    """ValueError when the members found do not fill exactly the lanes the dispatch names: never an empty expansion."""
+    mask = 0
+    for lane, members in by_lane.items():
+        if members:
+            mask |= 1 << lane
+    if mask != dispatch.lane_mask:
+        raise ValueError(f"members fill lanes {mask:#x}, the dispatch names {dispatch.lane_mask:#x}")

@@ -1,0 +1,315 @@
+"""One mailbox shard: admission, lanes, watermarks and calls to the store (DESIGN-data §5, §6), pure.
+
+The runner feeds dispatches in log order, asks for the next call, and reports what became of it. Whatever goes wrong
+with a call ends in `restore`: nothing in memory outlives a doubt, everything is folded again from what is stored.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Final
+
+from qim.core.seq import LaneVector, log_offset_of, mailbox_seq
+from qim.registry.api import EpochBoundary, epoch_owning
+from qim.shard_workers.mailbox.expand import Dispatch, Member, lanes_of
+from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
+from qim.shard_workers.mailbox.lanes import HoldChunk, LaneQueues, SubTask
+from qim.stores.api import AppendCall, ChunkAppend, ProgressRow, ShardState, Watermarks
+
+FOLD_SAVE_RECORDS: Final = 4096
+FOLD_SNAPSHOTS_MAX: Final = 16
+"""Fold states waiting for W to reach them; when full no newer one is taken until one is saved."""
+
+
+class CallState(Enum):
+    SENT = "sent"
+    OK = "ok"
+
+
+class PlannedCall:
+    """An append call with what the machine needs to know when it is answered."""
+
+    __slots__ = ("append", "covered", "state", "incarnation", "sent_ms")
+
+    def __init__(self, append: AppendCall, covered: list[SubTask], incarnation: int, now_ms: float) -> None:
+        self.append = append
+        self.covered = covered
+        """Sub-tasks W passes with this call, per lane ascending."""
+        self.state = CallState.SENT
+        self.incarnation = incarnation
+        self.sent_ms = now_ms
+
+
+class ShardMachine:
+    """State of a shard under one grant. Laws: W of a lane never goes back and never passes an unfinished chunk."""
+
+    __slots__ = (
+        "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
+        "boundaries", "_own_start", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor", "_fold",
+        "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
+        "_may_work",
+    )  # fmt: skip
+
+    def __init__(
+        self, shard: int, shard_epoch: int, *, lane_count: int, chunk_size: int, entries_max: int
+    ) -> None:
+        self.shard = shard
+        self.shard_epoch = shard_epoch
+        self.lane_count = lane_count
+        self.high = 0
+        """End of the log at the last restore: records below it may have been worked on before."""
+        self.acked: list[int] = [0] * lane_count
+        """W as the store acknowledged it."""
+        self.published: list[int] = [0] * lane_count
+        """The highest W anybody was told."""
+        self.refused: set[int] = set()
+        """Lanes whose recomputed W was below the stored one (26.6.8)."""
+        self.incarnation = 0
+        self.lanes = LaneQueues(lane_count)
+        self.boundaries: Sequence[EpochBoundary] = ()
+        self._own_start = 0
+        self._takeover_high = 0
+        self._chunk_size = chunk_size
+        self._entries_max = entries_max
+        self._sent = LaneVector.zero(lane_count)
+        self._floor: list[int] = [0] * lane_count
+        self._fold = AdmissionFold()
+        self._snapshots: deque[tuple[int, bytes]] = deque()
+        self._progress: Mapping[tuple[int, int], ProgressRow] = {}
+        self._in_flight: deque[PlannedCall] = deque()
+        self._stored_w: list[int] = [0] * lane_count
+        self._seen_w: list[int] = [0] * lane_count
+        self._moved_ms: list[float] = [0.0] * lane_count
+        self._waiting: dict[int, list[SubTask]] = {}
+        self._may_work = False
+
+    # ------------------------------------------------------------------------------------------ opening and reloading
+
+    def open(self, boundaries: Sequence[EpochBoundary], high: int) -> None:
+        """The boundaries of the shard, its own included (which epoch owns which offset), and H, the end of the log: a
+        lane is served once its W reached the record before H."""
+        self.boundaries = boundaries
+        own = next(boundary for boundary in boundaries if boundary.shard_epoch == self.shard_epoch)
+        self._own_start = own.start_offset
+        self._takeover_high = high
+
+    def restore(
+        self, state: ShardState, progress: Mapping[tuple[int, int], ProgressRow], high: int, now_ms: float
+    ) -> list[int]:
+        """Start again from what is stored: `progress` holds the rows above C and below `high`, the end of the log.
+
+        Returns the lanes whose stored W is ahead of what was acknowledged here: their online devices may have missed
+        pushes. Afterwards `next_offset` is where the log is to be read from.
+        """
+        first = self.incarnation == 0
+        ahead = [] if first else [j for j in range(self.lane_count) if state.watermarks[j] > self.acked[j]]
+        self.incarnation += 1
+        self.high = high
+        self.lanes = LaneQueues(self.lane_count)
+        self.refused = set()
+        self._fold = AdmissionFold.decode(state.fold)
+        self._snapshots.clear()
+        self._in_flight.clear()
+        self._waiting.clear()
+        self._progress = progress
+        self._stored_w = list(state.watermarks.values)
+        self.acked = list(state.watermarks.values)
+        self._sent = state.watermarks
+        self._moved_ms = [now_ms] * self.lane_count
+        floor = self.seq_of(self._takeover_high - 1)
+        self._floor = [max(floor, told) for told in self.published]
+        return ahead
+
+    @property
+    def next_offset(self) -> int:
+        """Log offset of the next record to admit."""
+        return self._fold.next_offset
+
+    def seq_of(self, log_offset: int) -> int:
+        """`mailbox_seq` under the epoch that owned the offset; 0 before the first record."""
+        if log_offset < 0:
+            return 0
+        if log_offset >= self._own_start:
+            return mailbox_seq(self.shard_epoch, log_offset)
+        return mailbox_seq(epoch_owning(self.boundaries, log_offset), log_offset)
+
+    # ------------------------------------------------------------------------------------------------------ admission
+
+    def admit(self, dispatch: Dispatch) -> tuple[Verdict, list[SubTask]]:
+        """Fold the next record; the sub-tasks it makes wait for `members_known`. Folded-over ones make none."""
+        offset = dispatch.offset
+        verdict = self._fold.admit(offset, dispatch.bucket, dispatch.source, dispatch.fencing_epoch)
+        self._may_work = True
+        tasks: list[SubTask] = []
+        if verdict is Verdict.ADMITTED:
+            replayed = offset < self.high
+            for lane in lanes_of(dispatch.lane_mask):
+                if lane in self.refused:
+                    continue
+                if not replayed:
+                    tasks.append(SubTask(dispatch, lane, self._chunk_size))
+                elif (task := self._replayed_task(dispatch, lane)) is not None:
+                    tasks.append(task)
+            if tasks:
+                dispatch.prepare()
+        if self._fold.next_offset % FOLD_SAVE_RECORDS == 0 and len(self._snapshots) < FOLD_SNAPSHOTS_MAX:
+            self._snapshots.append((offset, self._fold.encode()))
+        if self._fold.next_offset == self.high:
+            self._progress = {}
+        for task in tasks:
+            self.lanes.add(task)
+        if tasks:
+            self._waiting[offset] = tasks
+        return verdict, tasks
+
+    def _replayed_task(self, dispatch: Dispatch, lane: int) -> SubTask | None:
+        """The sub-task of a record that may have been worked on before; refuses the lane if W passed it unfinished."""
+        offset = dispatch.offset
+        row = self._progress.get((offset, lane))
+        if self._stored_w[lane] and log_offset_of(self._stored_w[lane]) >= offset:
+            if row is None or row.done != (1 << row.chunk_count) - 1:
+                self.refused.add(lane)
+            return None
+        if row is None:
+            return SubTask(dispatch, lane, self._chunk_size)
+        return SubTask(dispatch, lane, row.chunk_size, row.done)
+
+    def members_known(
+        self, dispatch: Dispatch, members: Mapping[int, Sequence[Member]], incarnation: int, now_ms: float
+    ) -> None:
+        """Members per lane of an admitted dispatch arrived; ignored when the shard was restored since."""
+        if incarnation != self.incarnation:
+            return
+        for task in self._waiting.pop(dispatch.offset, ()):
+            task.expand(members[task.lane], now_ms)
+            self.lanes.make_ready(task)
+        self._may_work = True
+
+    # ---------------------------------------------------------------------------------------------------------- calls
+
+    def has_work(self) -> bool:
+        """False when `next_call` would make none."""
+        return self._may_work
+
+    def next_call(self, now_ms: float, hold: HoldChunk | None = None) -> PlannedCall | None:
+        """The next append call: chunks in turns, the W they allow, and the fold if W reached a snapshot of it."""
+        taken = self.lanes.take(self._entries_max, hold)
+        self._may_work = self.lanes.has_chunks()
+        items = [self._item(task, chunk) for task, chunk in taken]
+        new, covered = self._advance()
+        watermarks = None
+        fold, fold_offset = None, -1
+        if new != self._sent:
+            required = [(task.offset, task.lane, task.chunk_count) for task in covered]
+            watermarks = Watermarks(previous=self._sent, new=new, required=required)
+            self._sent = new
+            while self._snapshots and self.seq_of(self._snapshots[0][0]) <= new.minimum():
+                fold_offset, fold = self._snapshots.popleft()
+        elif not items:
+            return None
+        append = AppendCall(
+            shard=self.shard,
+            shard_epoch=self.shard_epoch,
+            tenant_items=items,
+            watermarks=watermarks,
+            fold=fold,
+            fold_offset=fold_offset,
+        )
+        call = PlannedCall(append, covered, self.incarnation, now_ms)
+        self._in_flight.append(call)
+        return call
+
+    def _item(self, task: SubTask, chunk: int) -> ChunkAppend:
+        dispatch = task.dispatch
+        seq = self.seq_of(task.offset)
+        common, recipients = dispatch.chunk(seq, task.chunk_members(chunk))
+        if task.chunk_count == 1 and dispatch.event_count == 1:
+            task.built = recipients
+        return ChunkAppend(
+            log_offset=task.offset,
+            lane=task.lane,
+            chunk_index=chunk,
+            chunk_count=task.chunk_count,
+            chunk_size=task.chunk_size,
+            mailbox_seq=seq,
+            tenant_id=dispatch.tenant_id,
+            conversation_id=dispatch.conversation_id,
+            created_at_ms=dispatch.created_at_ms,
+            common=common,
+            recipients=recipients,
+        )
+
+    def _advance(self) -> tuple[LaneVector, list[SubTask]]:
+        """W every lane may have once all chunks given so far are stored, and the sub-tasks passed by it."""
+        sent = self._sent.values
+        end = self.seq_of(self.next_offset - 1)
+        new = [end if end > value else value for value in sent]
+        covered: list[SubTask] = []
+        for lane_id in self.lanes.active():
+            covered += self.lanes.pop_given(lane_id)
+            head = self.lanes.head(lane_id)
+            if head is not None:
+                new[lane_id] = max(sent[lane_id], self.seq_of(head.offset - 1))
+        for lane_id in self.refused:
+            new[lane_id] = sent[lane_id]
+        return LaneVector(tuple(new)), covered
+
+    def answered(self, call: PlannedCall) -> list[SubTask]:
+        """The store took the call. Returns the sub-tasks now covered by the acknowledged W, in order; calls are
+        acknowledged in the order they were sent."""
+        if call.incarnation != self.incarnation:
+            return []
+        call.state = CallState.OK
+        covered: list[SubTask] = []
+        while self._in_flight and self._in_flight[0].state is CallState.OK:
+            first = self._in_flight.popleft()
+            covered += first.covered
+            if first.append.watermarks is not None:
+                self.acked = list(first.append.watermarks.new.values)
+        return covered
+
+    def calls_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    # -------------------------------------------------------------------------------------------------------- serving
+
+    def replayed(self) -> bool:
+        """Everything that was in the log at the last restore is folded."""
+        return self._fold.next_offset >= self.high
+
+    def serves(self, lane: int) -> bool:
+        """The lane caught up with what was in the log at takeover and with whatever it ever published."""
+        return (
+            self.incarnation > 0
+            and lane not in self.refused
+            and self.acked[lane] >= self._floor[lane]
+            and self.replayed_past(lane)
+        )
+
+    def replayed_past(self, lane: int) -> bool:
+        """The stored W of the lane was checked against the progress of every record below it."""
+        return self._fold.next_offset > log_offset_of(self._stored_w[lane]) or not self._stored_w[lane]
+
+    def watermark(self, lane: int) -> int:
+        """W of a served lane as clients may see it; remembers that they did."""
+        if self.acked[lane] > self.published[lane]:
+            self.published[lane] = self.acked[lane]
+        return self.published[lane]
+
+    def publish(self, lane: int, value: int) -> None:
+        """A W read from the store itself was told to a client; the answer to its append may still be on the way."""
+        if value > self.published[lane]:
+            self.published[lane] = value
+
+    def lag_ms(self, lane: int, now_ms: float) -> int:
+        """Queueing delay of the lane (DESIGN-data §4); 0 while the lane is not served."""
+        return int(self.lanes.head_lag_ms(lane, now_ms)) if self.serves(lane) else 0
+
+    def stall_ms(self, lane: int, now_ms: float) -> float:
+        """Time since W of the lane was seen moving, 0 when nothing waits; as exact as it is asked often."""
+        if self.acked[lane] != self._seen_w[lane] or self.lanes.head(lane) is None:
+            self._seen_w[lane] = self.acked[lane]
+            self._moved_ms[lane] = now_ms
+        return now_ms - self._moved_ms[lane]

@@ -1,0 +1,197 @@
+"""Pushes: sub-tasks covered by W become one PUSH_BATCH frame per gateway, priority and loop tick (§11.1).
+
+Order per shard is the order in which W covered the items: a message whose body must be read first holds up the pushes
+behind it, not the materialization. What cannot be pushed is made good by MAILBOX_DIRTY, never forgotten.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from qim.backplane.api import Backplane, Priority
+from qim.errors import StoreError
+from qim.obs import metrics
+from qim.obs.logs import get_logger
+from qim.protocol.internal import PushRecipient, encode_push_batch
+from qim.protocol.opcodes import InternalOpcode
+from qim.runtime.tasks import TaskSet
+from qim.shard_workers.mailbox.bodies import BodyReader
+from qim.shard_workers.mailbox.expand import Dispatch, Event, Member
+from qim.shard_workers.mailbox.lanes import SubTask
+from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
+from qim.stores.api import Recipient
+
+log = get_logger(__name__)
+
+FRAME_BYTES_MAX: Final = 256 << 10
+"""A PUSH_BATCH frame is closed above it: four quanta of the link."""
+WAITING_MAX: Final = 4096
+"""Items of a shard waiting for a body; beyond, the devices get MAILBOX_DIRTY instead."""
+JOIN_ITEMS_MAX: Final = 64
+"""Bodies read in one go."""
+LARGE_GROUP_MEMBERS: Final = 1000
+"""`large_group_member_threshold` (B.5)."""
+
+
+class Covered(NamedTuple):
+    """A sub-task W has passed, with the `mailbox_seq` of its entries."""
+
+    task: SubTask
+    mailbox_seq: int
+
+
+class _Frame:
+    """Encoded batches of a PUSH_BATCH frame that is still open."""
+
+    __slots__ = ("bytes", "parts", "recipients")
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.bytes = 0
+        self.recipients = 0
+
+
+class PushPump:
+    """Pushes of all shards of a role."""
+
+    def __init__(
+        self,
+        backplane: Backplane,
+        index: OnlineIndex,
+        bodies: BodyReader,
+        tasks: TaskSet,
+        *,
+        mailbox_shard_count: int,
+        on_missed: Callable[[Sequence[OnlineDevice]], None],
+        on_gateway_missed: Callable[[str], None],
+    ) -> None:
+        """`on_missed` is told of connections, `on_gateway_missed` of gateways that lost a push and need MAILBOX_DIRTY."""
+        self._backplane = backplane
+        self._index = index
+        self._bodies = bodies
+        self._tasks = tasks
+        self._mailbox_shard_count = mailbox_shard_count
+        self._on_missed = on_missed
+        self._on_gateway_missed = on_gateway_missed
+        self._waiting: dict[int, deque[Covered]] = {}
+        self._frames: dict[tuple[str, Priority], _Frame] = {}
+        self._flushing = False
+
+    def push(self, shard: int, items: Iterable[Covered]) -> None:
+        """Push covered items of a shard, in order; returns at once."""
+        waiting = self._waiting.get(shard)
+        for item in items:
+            recipients = self._online(item.task)
+            if not recipients:
+                continue
+            if waiting is None:
+                if self._send(item, recipients, None):
+                    continue
+                waiting = self._waiting[shard] = deque((item,))
+                self._tasks.start(f"push-{shard}", self._drain(shard, waiting))
+            elif len(waiting) < WAITING_MAX:
+                waiting.append(item)
+            else:
+                self._on_missed([device for _, devices in recipients for device in devices])
+
+    async def _drain(self, shard: int, waiting: deque[Covered]) -> None:
+        """Load the bodies of waiting items, batch by batch, and push them."""
+        while waiting:
+            batch = [waiting[at] for at in range(min(len(waiting), JOIN_ITEMS_MAX))]
+            records = {
+                item.task.dispatch.message_id: item.task.dispatch.record
+                for item in batch
+                if self._bodies.of_dispatch(item.task.dispatch.record) is None
+            }
+            try:
+                bodies = {message_id: body.fragment for message_id, body in
+                          (await self._bodies.load_for_push(records.values())).items()}  # fmt: skip
+            except StoreError as error:
+                log.warning("push_body_unreadable", shard=shard, count=len(records), error=error)
+                bodies = {}
+            for _ in batch:
+                item = waiting.popleft()
+                recipients = self._online(item.task)
+                if recipients and not self._send(item, recipients, bodies.get(item.task.dispatch.message_id)):
+                    self._on_missed([device for _, devices in recipients for device in devices])
+        del self._waiting[shard]
+
+    def _online(self, task: SubTask) -> list[tuple[Member, Sequence[OnlineDevice]]]:
+        users = self._index.users_of(task.dispatch.tenant_id)
+        if not users or task.members is None:
+            return []
+        return [(member, users[member.user_id]) for member in task.members if member.user_id in users]
+
+    def _send(
+        self, item: Covered, recipients: Sequence[tuple[Member, Sequence[OnlineDevice]]], fragment: bytes | None
+    ) -> bool:
+        """Queue the push of one item; False when its body is not at hand."""
+        dispatch = item.task.dispatch
+        if fragment is None:
+            body = self._bodies.of_dispatch(dispatch.record)
+            if body is None:
+                return False
+            fragment = body.fragment
+        devices = {member.user_id: found for member, found in recipients}
+        batches: dict[tuple[str, Event], list[PushRecipient]] = {}
+        for recipient, event in _entries(item, devices):
+            for device in devices[recipient.user_id]:
+                if event.origin_device_id and event.origin_device_id == device.device_id:
+                    continue
+                batches.setdefault((device.gateway, event), []).append(
+                    PushRecipient(
+                        device.user_key, device.connection_id, device.session_epoch, item.mailbox_seq, recipient.ref
+                    )
+                )
+        priority = self._priority(dispatch)
+        for (gateway, event), pushed in batches.items():
+            encoded = encode_push_batch(dispatch.tenant_id, event.reference + fragment, pushed)
+            self._queue(gateway, priority, encoded, len(pushed))
+        return True
+
+    def _priority(self, dispatch: Dispatch) -> Priority:
+        if dispatch.direct:
+            return Priority.SINGLE_CHAT
+        # members are spread evenly over the shards, so this shard's share tells the size of the group
+        members = dispatch.member_count * self._mailbox_shard_count
+        return Priority.SMALL_GROUP if members <= LARGE_GROUP_MEMBERS else Priority.LARGE_GROUP
+
+    def _queue(self, gateway: str, priority: Priority, encoded: bytes, recipients: int) -> None:
+        key = (gateway, priority)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = _Frame()
+        frame.parts.append(encoded)
+        frame.bytes += len(encoded)
+        frame.recipients += recipients
+        if frame.bytes >= FRAME_BYTES_MAX:
+            self._notify(key)
+        elif not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        for key in list(self._frames):
+            self._notify(key)
+
+    def _notify(self, key: tuple[str, Priority]) -> None:
+        gateway, priority = key
+        frame = self._frames.pop(key)
+        metrics.PUSH_BATCH_RECIPIENTS.observe(frame.recipients)
+        if not self._backplane.notify(gateway, InternalOpcode.PUSH_BATCH, b"".join(frame.parts), priority):
+            # which of its connections the frame was for is not worth keeping: all of them look once
+            self._on_gateway_missed(gateway)
+
+
+def _entries(item: Covered, users: Collection[str]) -> Iterable[tuple[Recipient, Event]]:
+    """The entries of some members of a covered item: those written, or made again after a replay."""
+    task, dispatch = item.task, item.task.dispatch
+    if task.built is not None:
+        event = dispatch.events[0]
+        return [(recipient, event) for recipient in task.built if recipient.user_id in users]
+    assert task.members is not None
+    return dispatch.recipients(item.mailbox_seq, [member for member in task.members if member.user_id in users])

@@ -1,0 +1,319 @@
+"""MailboxRole: the mailbox shards of one worker and what gateways ask of them (DESIGN-data §5 to §7)."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from qim.backplane.api import Backplane
+from qim.commit_log.api import CommitLog
+from qim.core.rate_limit import RateLimiter
+from qim.core.secret import Secret
+from qim.errors import Fenced
+from qim.obs import metrics
+from qim.obs.logs import get_logger
+from qim.presence.layout import PresenceEntry
+from qim.protocol.opcodes import InternalOpcode
+from qim.protocol.qim_pb2 import LagReport, LogHint
+from qim.registry.api import Grant, LeaseKind, ShardRegistry
+from qim.runtime.clock import Clock
+from qim.runtime.tasks import FailureHandler, TaskSet
+from qim.shard_workers.mailbox.bodies import BodyCipher, BodyReader
+from qim.shard_workers.mailbox.calls import CallScheduler
+from qim.shard_workers.mailbox.dirty import SPREAD_MS, TICK_MS, DirtySpreader
+from qim.shard_workers.mailbox.history import HistoryReader
+from qim.shard_workers.mailbox.machine import ShardMachine
+from qim.shard_workers.mailbox.members import MemberDirectory
+from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
+from qim.shard_workers.mailbox.pull import MailboxPuller
+from qim.shard_workers.mailbox.push import PushPump
+from qim.shard_workers.mailbox.requests import GatewayRequests
+from qim.shard_workers.mailbox.shard import ChunkGate, ShardRunner, ShardServices
+from qim.shard_workers.owners import OwnerMap
+from qim.stores.api import GroupMembership, MailboxStore, MessageStore
+
+log = get_logger(__name__)
+
+PresentConnections = Callable[[], Iterable[tuple[str, PresenceEntry]]]
+"""All live connections of all gateways: (gateway, entry)."""
+GATE_POLL_MS = 20.0
+"""How often a test's chunk gate is asked again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailboxSettings:
+    """Counts are those of the cluster map, intervals in ms."""
+
+    mailbox_shard_count: int
+    lane_count: int = 64
+    append_chunk_members: int = 100
+    append_entries_max: int = 100
+    append_calls_in_flight_max: int = 2
+    """Per mailbox instance."""
+    poll_interval_ms: float = 1000.0
+    lag_report_interval_ms: float = 100.0
+    presence_reconcile_interval_ms: float = 60_000.0
+    history_pulls_per_second: int = 5
+    default_history_retention_days: int = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MailboxStores:
+    """The outside worlds of a MailboxNode."""
+
+    registry: ShardRegistry
+    dispatch_log: CommitLog
+    mailbox: MailboxStore
+    messages: MessageStore
+    membership: GroupMembership
+    cipher: BodyCipher
+    cursor_key: Secret[bytes]
+
+
+class MailboxRole:
+    """Role "mailbox-<i>": owns the mailbox shards with id mod pool_size = index."""
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        pool_size: int,
+        *,
+        settings: MailboxSettings,
+        stores: MailboxStores,
+        backplane: Backplane,
+        clock: Clock,
+        on_failure: FailureHandler,
+        gateways: Sequence[str] = (),
+        instance_of: Callable[[int], str] = lambda shard: "",
+        present: PresentConnections = lambda: (),
+        chunk_gate: ChunkGate | None = None,
+    ) -> None:
+        """`gateways` of the topology; `instance_of` names the mailbox instance of a shard; `present` reads the presence
+        tables; `chunk_gate` holds chunks back in tests."""
+        self.name = name
+        self._numbers = [n for n in range(settings.mailbox_shard_count) if n % pool_size == index]
+        self._settings = settings
+        self._stores = stores
+        self._backplane = backplane
+        self._clock = clock
+        self._on_failure = on_failure
+        self._gateways = gateways
+        self._known_gateways: set[str] = set()
+        self._instance_of = instance_of
+        self._present = present
+        self._chunk_gate = chunk_gate
+        self._owners = OwnerMap(stores.registry, backplane)
+        self._tasks = TaskSet(self._failed)
+        self._index = OnlineIndex()
+        self._dirty = DirtySpreader(backplane, self._index)
+        self._bodies = BodyReader(
+            stores.messages, stores.cipher, clock, retention_days=settings.default_history_retention_days
+        )
+        self._shards: dict[int, ShardRunner] = {}
+        self._requests = self._make_requests()
+        self._stalled: set[tuple[int, int]] = set()
+        self._draining = False
+        self._ready = False
+
+    def _make_requests(self) -> GatewayRequests:
+        settings, stores = self._settings, self._stores
+        rate = RateLimiter(per_ms=1000 / settings.history_pulls_per_second, burst=settings.history_pulls_per_second)
+        return GatewayRequests(
+            self._shards,
+            stores.mailbox,
+            self._index,
+            MailboxPuller(stores.mailbox, self._bodies),
+            HistoryReader(stores.messages, stores.membership, self._bodies, self._clock, rate),
+            self._clock,
+            mailbox_shard_count=settings.mailbox_shard_count,
+            lane_count=settings.lane_count,
+            cursor_key=stores.cursor_key,
+            on_gateway=self._know_gateway,
+            on_fenced=self._failed,
+        )
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def start(self) -> None:
+        """Grant the shards and begin to take them over. StoreError when the registry does not answer."""
+        grant_id = secrets.token_hex(8)
+        kind = LeaseKind.MAILBOX_SHARD
+        grants = await self._stores.registry.grant(kind, self._numbers, self.name, grant_id)
+        await self._owners.refresh()
+        self._make_shards(grants)
+        self._backplane.on_link(self._on_link)
+        self._backplane.on_notice(InternalOpcode.DISPATCH_HINT, self._on_hint)
+        self._backplane.on_notice(InternalOpcode.CLOSE_SESSION, self._requests.close_session)
+        self._backplane.on_notice(InternalOpcode.PRESENCE_STALE, self._requests.presence_stale)
+        self._backplane.on_request(InternalOpcode.OPEN_SESSION, self._requests.open_session)
+        self._backplane.on_request(InternalOpcode.MAILBOX_PULL, self._requests.pull_mailbox)
+        self._backplane.on_request(InternalOpcode.HISTORY_PULL, self._requests.pull_history)
+        for gateway in self._gateways:
+            self._know_gateway(gateway)
+        for runner in self._shards.values():
+            self._tasks.start(f"{self.name} shard {runner.shard}", runner.run())
+        self._tasks.start(f"{self.name} routes", self._owners.keep_fresh())
+        self._tasks.start(f"{self.name} report", self._report())
+        self._tasks.start(f"{self.name} presence", self._keep_reconciling())
+        if self._chunk_gate is not None:
+            self._tasks.start(f"{self.name} gate", self._poll_gate())
+        self._ready = True
+        log.info("mailbox_started", role=self.name, count=len(self._shards))
+
+    def _make_shards(self, grants: Sequence[Grant]) -> None:
+        settings, stores = self._settings, self._stores
+        pushes = PushPump(
+            self._backplane,
+            self._index,
+            self._bodies,
+            self._tasks,
+            mailbox_shard_count=settings.mailbox_shard_count,
+            on_missed=lambda devices: self._dirty.mark(devices, self._clock.monotonic_ms()),
+            on_gateway_missed=self._dirty.gateway_missed,
+        )
+        services = ShardServices(
+            store=stores.mailbox,
+            dispatch_log=stores.dispatch_log,
+            registry=stores.registry,
+            members=MemberDirectory(
+                stores.membership, lane_count=settings.lane_count, mailbox_shard_count=settings.mailbox_shard_count
+            ),
+            pushes=pushes,
+            clock=self._clock,
+            tasks=self._tasks,
+            poll_interval_ms=settings.poll_interval_ms,
+            chunk_gate=self._chunk_gate,
+            on_lanes_missed=self._on_lanes_missed,
+        )
+        calls: dict[str, CallScheduler] = {}
+        for grant in grants:
+            instance = self._instance_of(grant.shard_id)
+            if instance not in calls:
+                scheduler = calls[instance] = CallScheduler(stores.mailbox, self._clock)
+                for slot in range(settings.append_calls_in_flight_max):
+                    self._tasks.start(f"{self.name} append {instance}#{slot}", scheduler.run_slot())
+            machine = ShardMachine(
+                grant.shard_id,
+                grant.epoch,
+                lane_count=settings.lane_count,
+                chunk_size=settings.append_chunk_members,
+                entries_max=settings.append_entries_max,
+            )
+            self._shards[grant.shard_id] = ShardRunner(grant, machine, calls[instance], services)
+
+    async def drain(self) -> None:
+        """Take no more records and finish the calls in flight; what is not materialized stays in the log."""
+        self._draining = True
+        for runner in self._shards.values():
+            await runner.drained()
+
+    async def stop(self) -> None:
+        self._ready = False
+        await self._tasks.close()
+
+    def shard_ids(self) -> list[int]:
+        """Mailbox shards of this role."""
+        return list(self._numbers)
+
+    def ready(self) -> bool:
+        """True once every shard serves its lanes."""
+        return self._ready and all(runner.caught_up() for runner in self._shards.values())
+
+    def _failed(self, task: str, error: BaseException) -> None:
+        self._ready = False
+        if isinstance(error, Fenced):
+            metrics.FENCED_TOTAL.labels(kind="mailbox").inc()
+        self._on_failure(task, error)
+
+    # ------------------------------------------------------------------------------------------------------ gateways
+
+    def _know_gateway(self, gateway: str) -> None:
+        """Keep a link to it: pushes leave on links of our own."""
+        if gateway in self._known_gateways:
+            return
+        self._known_gateways.add(gateway)
+        try:
+            self._backplane.connect(gateway)
+        except KeyError:
+            log.error("gateway_unknown", peer=gateway)
+
+    def _on_link(self, peer: str, up: bool) -> None:
+        if peer in self._known_gateways:
+            self._dirty.link_changed(peer, up, self._clock.monotonic_ms())
+
+    def _on_lanes_missed(self, shard: int, lanes: Sequence[int] | None) -> None:
+        """A shard opened (all lanes), or a reload found W ahead of what was pushed (some)."""
+        if lanes is None:
+            self._reconcile(frozenset((shard,)))
+        devices = self._index.of_shard(shard, lanes)
+        self._dirty.mark(devices, self._clock.monotonic_ms(), spread_ms=SPREAD_MS if lanes is None else 0.0)
+
+    def _reconcile(self, shards: frozenset[int]) -> int:
+        return self._index.reconcile(map(self._device, self._present()), shards)
+
+    def _device(self, found: tuple[str, PresenceEntry]) -> OnlineDevice:
+        gateway, entry = found
+        return self._requests.device_of(
+            entry.tenant_id,
+            entry.user_id,
+            entry.device_id,
+            gateway=gateway,
+            connection_id=entry.connection_id,
+            session_epoch=entry.session_epoch,
+        )
+
+    async def _keep_reconciling(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.presence_reconcile_interval_ms / 1000)
+            metrics.PRESENCE_RECONCILE_DIFF.set(self._reconcile(frozenset(self._shards)))
+
+    # ----------------------------------------------------------------------------------------------------- log and lag
+
+    def _on_hint(self, peer: str, body: bytes) -> None:
+        hint = LogHint.FromString(body)
+        runner = self._shards.get(hint.partition)
+        if runner is not None and not self._draining:
+            runner.offer_hint(hint.first_offset, hint.records)
+
+    async def _poll_gate(self) -> None:
+        while True:
+            await asyncio.sleep(GATE_POLL_MS / 1000)
+            for runner in self._shards.values():
+                runner.pump()
+
+    async def _report(self) -> None:
+        """Each 100 ms: due MAILBOX_DIRTY marks, the lag of every lane to the writers, stalls to the metrics."""
+        interval_ms = min(self._settings.lag_report_interval_ms, TICK_MS)
+        epochs = {shard: runner.machine.shard_epoch for shard, runner in self._shards.items()}
+        while True:
+            await asyncio.sleep(interval_ms / 1000)
+            now_ms = self._clock.monotonic_ms()
+            self._dirty.tick(now_ms, epochs)
+            report = self._lag_report(now_ms).SerializeToString()
+            for writer in self._owners.owners(LeaseKind.CONVERSATION_BUCKET):
+                self._backplane.notify(writer, InternalOpcode.LAG_REPORT, report)
+            self._observe_lanes(now_ms)
+
+    def _lag_report(self, now_ms: float) -> LagReport:
+        report = LagReport(reporter=self.name, shards=list(self._shards))
+        for runner in self._shards.values():
+            report.shard_lane_lag_ms.extend(runner.lane_lags_ms(now_ms))
+        return report
+
+    def _observe_lanes(self, now_ms: float) -> None:
+        stalled: set[tuple[int, int]] = set()
+        for shard, runner in self._shards.items():
+            machine = runner.machine
+            metrics.LANE_WATERMARK_SKEW_SEQ.labels(shard=shard).set(max(machine.acked) - min(machine.acked))
+            metrics.LANE_REFUSED.labels(shard=shard).set(len(machine.refused))
+            for lane in machine.lanes.active():
+                stall_ms = machine.stall_ms(lane, now_ms)
+                if stall_ms >= TICK_MS:
+                    stalled.add((shard, lane))
+                    metrics.LANE_WATERMARK_STALL_MS.labels(shard=shard, lane=lane).set(stall_ms)
+        for shard, lane in self._stalled - stalled:
+            metrics.LANE_WATERMARK_STALL_MS.labels(shard=shard, lane=lane).set(0)
+        self._stalled = stalled
