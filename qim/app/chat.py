@@ -115,7 +115,7 @@ class Screen:
             self._state(event)
 
     def _state(self, event: StateChanged) -> None:
-        note = f" ({event.reason})" if event.reason else ""
+        note = f" ({event.reason})" if event.reason not in ("", "closed") else ""
         if event.state in _STATE_LINES:
             self._print(_STATE_LINES[event.state] + note)
         if event.state == "online" and self._early is not None:

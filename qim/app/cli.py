@@ -21,6 +21,7 @@ EXIT_FAILED: Final = 1
 EXIT_CANNOT_START: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
+POOL_OPTIONS: Final = {"gateway": "gateways", "writer": "writers", "fanout": "fanouts", "mailbox": "mailboxes"}
 DEFAULT_DATA_DIR: Final = Path("qim-data")
 
 _OVERVIEW: Final = """\
@@ -103,8 +104,9 @@ def _add_up(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=7443, help="TLS port of clients (%(default)s)")
     parser.add_argument("--admin-port", type=int, default=7480, help="TLS port of the admin plane (%(default)s)")
-    for pool in ("gateway", "writer", "fanout", "mailbox"):
-        parser.add_argument(f"--{pool}s", type=int, metavar="N", help=f"{pool} workers (default: by the cores)")
+    for pool, plural in POOL_OPTIONS.items():
+        text = f"{pool} workers (default: by the cores)"
+        parser.add_argument(f"--{plural}", dest=pool, type=int, metavar="N", help=text)
     parser.add_argument(
         "--apart", action="store_true", help="every role instance in a process of its own (default from 8 cores on)"
     )
@@ -230,7 +232,7 @@ def settings_of(options: argparse.Namespace) -> NodeSettings:
         login_spread_ms=options.login_spread_ms,
         unlimited_tenant=options.unlimited_tenant,
     )
-    chosen = {pool: getattr(options, f"{pool}s") for pool in settings.pools._fields}
+    chosen = {pool: getattr(options, pool) for pool in POOL_OPTIONS}
     pools = settings.pools._replace(**{pool: size for pool, size in chosen.items() if size is not None})
     return replace(settings, pools=pools, apart=settings.apart or options.apart).checked()
 

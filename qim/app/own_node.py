@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import orjson
 
+from qim.app.cli import POOL_OPTIONS
 from qim.app.connect import CONNECT_FILE, NodeAddress, wait_until_ready
 from qim.app.settings import PoolSizes
 from qim.errors import StartupError
@@ -68,8 +69,8 @@ class OwnNode:
         argv = [sys.executable, "-m", "qim", "up", "--data", str(self.data_dir), "--port", str(self.port)]
         argv += ["--admin-port", str(self.admin_port)]
         if options.pools is not None:
-            for name, size in options.pools._asdict().items():
-                argv += [f"--{name}s", str(size)]
+            for pool, size in options.pools._asdict().items():
+                argv += [f"--{POOL_OPTIONS[pool]}", str(size)]
         if options.apart:
             argv.append("--apart")
         if options.unlimited_tenant:
@@ -127,16 +128,20 @@ class OwnNode:
 
     def kill_all(self) -> None:
         """kill -9 of the supervisor, every worker and every private server, at once."""
-        pids = [process["pid"] for process in self.state()["processes"].values() if process["pid"]]
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        pids = [pid for pid in self.processes().values() if pid]
+        self.kill_supervisor()
         for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+    def kill_supervisor(self) -> None:
+        """kill -9 of the supervisor alone; everything it started dies with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def kill(self, process: str) -> int:
         """kill -9 of one worker or server; the pid it had."""
@@ -148,16 +153,12 @@ class OwnNode:
         """StartupError while it does not run."""
         return pid_of(self.address().run_dir, process)
 
-    def processes(self) -> Sequence[str]:
-        """Names of all workers and servers."""
-        return list(self.state()["processes"])
-
-    def state(self) -> dict[str, Any]:
-        """The supervisor's own account; empty before the first start."""
+    def processes(self) -> dict[str, int]:
+        """Name -> pid of all workers and servers, 0 for one that does not run; empty before the first start."""
         try:
-            return read_state(Path(self.address().run_dir))
+            return pids_of(self.address().run_dir)
         except StartupError:
-            return {"processes": {}}
+            return {}
 
     def last_line(self) -> str:
         """The last line the node wrote."""
@@ -185,18 +186,19 @@ class OwnNode:
         self.close()
 
 
-def read_state(run_dir: Path) -> dict[str, Any]:
-    """Contents of the supervisor's state file; StartupError when there is none."""
+def pids_of(run_dir: str | Path) -> dict[str, int]:
+    """Name -> pid of the workers and servers of a node on this host, from its supervisor's state file; 0 for one that
+    does not run. StartupError when no node ever ran there."""
     try:
-        state: dict[str, Any] = orjson.loads((run_dir / STATE_FILE).read_bytes())
+        state = orjson.loads((Path(run_dir) / STATE_FILE).read_bytes())
     except (OSError, ValueError):
         raise StartupError(f"no node runs with the run directory {run_dir}") from None
-    return state
+    return {name: int(process["pid"]) for name, process in state["processes"].items()}
 
 
 def pid_of(run_dir: str | Path, process: str) -> int:
     """Pid of a worker or server of a node on this host; StartupError while it does not run."""
-    pid = int(read_state(Path(run_dir))["processes"].get(process, {}).get("pid", 0))
+    pid = pids_of(run_dir).get(process, 0)
     if pid == 0:
         raise StartupError(f"no process {process} runs in {run_dir}")
     return pid

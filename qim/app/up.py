@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -17,14 +18,14 @@ from qim.app.data_dir import claimed, mark_claimed, open_identity, write_durably
 from qim.app.own_node import STATE_FILE
 from qim.app.settings import NodeSettings, ProcessPlan, topology
 from qim.app.tls import ensure_certificates, server_context
-from qim.app.wiring import CORE_INSTANCE, MAILBOX_INSTANCE, NodeContext, run_worker
+from qim.app.wiring import CORE_INSTANCE, MAILBOX_INSTANCE, NodeContext, run_worker, settle_cluster_facts
 from qim.config.parameters import Parameters, load_parameters
 from qim.config.shapes import RangeMs
 from qim.errors import StartupError
 from qim.obs.logs import configure_logs
 from qim.runtime.affinity import usable_cpus
 from qim.runtime.prefork import ProcessSpec, Supervisor, SupervisorOptions
-from qim.runtime.redis_server import Fsync, RedisServer, default_binary
+from qim.runtime.redis_server import MAILBOX_OPTIONS, Fsync, RedisServer, default_binary
 from qim.stores.redis.instance import InstanceRole, Stamp, claim_instance, inspect_instance, join_roles
 
 LOG_FILE: Final = "node.log"
@@ -71,6 +72,7 @@ def private_servers(settings: NodeSettings, parameters: Parameters) -> list[Redi
             socket_path=settings.server_socket(name),
             fsync=fsync,
             maxmemory_bytes=parameters.server_memory_bytes,
+            options=MAILBOX_OPTIONS if name == MAILBOX_INSTANCE else {},
         )
         for name, fsync in policies.items()
     ]
@@ -98,7 +100,7 @@ def _supervise(context: NodeContext, *, known: bool) -> int:
             restart_jitter_ratio=parameters.restart_backoff_jitter_ratio,
             restart_reset_ms=parameters.restart_backoff_reset_ms,
         ),
-        before_workers=partial(_claim_servers, context, known=known),
+        before_workers=partial(claim_servers, context, known=known),
         on_ready=announce,
     )
     try:
@@ -107,10 +109,11 @@ def _supervise(context: NodeContext, *, known: bool) -> int:
         connect_file.unlink(missing_ok=True)
 
 
-def _claim_servers(context: NodeContext, *, known: bool) -> None:
+def claim_servers(context: NodeContext, *, known: bool) -> None:
     """Each server is fit, ours, and not emptied since the node's first start; facts that never change are stored.
 
-    StartupError, one line, otherwise. Runs between the start of the servers and the first fork: no loop, no thread.
+    StartupError, one line, otherwise. Runs between the start of the servers and the first fork, and leaves no loop and
+    no thread behind.
     """
     roles = {
         CORE_INSTANCE: (InstanceRole.MESSAGE, InstanceRole.CORE),
@@ -121,6 +124,7 @@ def _claim_servers(context: NodeContext, *, known: bool) -> None:
         inspect_instance(address, held)
         stamp = Stamp(cluster_id=context.cluster_id, roles=join_roles(held), instance_id=name)
         claim_instance(address, stamp, known=known)
+    asyncio.run(settle_cluster_facts(context))
     if not known:
         mark_claimed(context.settings)
 

@@ -43,6 +43,7 @@ from qim.shard_workers.conversation.membership import Placement
 from qim.shard_workers.conversation.runner import WriterRole
 from qim.shard_workers.fanout.runner import FanoutRole, FanoutSettings
 from qim.shard_workers.mailbox.runner import MailboxRole, MailboxSettings, MailboxStores
+from qim.shard_workers.mailbox.shard import ChunkGate
 from qim.stores.crypto import KeyRing
 from qim.stores.redis import keys
 from qim.stores.redis.instance import RoomWatch
@@ -79,6 +80,33 @@ def run_worker(context: NodeContext, plan: ProcessPlan, notify_ready: NotifyRead
         return runner.run(_Worker(context, plan).serve(notify_ready))
 
 
+async def settle_cluster_facts(context: NodeContext) -> None:
+    """Store at first use what can never change, later compare; StartupError, one line, for a difference."""
+    parameters = context.parameters
+    facts = {
+        "cluster_id": context.cluster_id,
+        "conversation_bucket_count": str(parameters.conversation_bucket_count),
+        "mailbox_shard_count": str(parameters.mailbox_shard_count),
+        "lane_count": str(parameters.lane_count),
+        "message_seq_bucket_width": str(parameters.message_seq_bucket_width),
+        "message_instances": CORE_INSTANCE,
+        "mailbox_instances": MAILBOX_INSTANCE,
+    }
+    client = RespClient(f"unix://{context.settings.server_socket(CORE_INSTANCE)}", name="cluster-facts")
+    try:
+        await client.connect()
+        stored = await RedisShardRegistry(client).cluster_map(facts)
+    except StoreError as error:
+        raise StartupError(f"cannot read the registry: {error}; see the log of the server redis-core") from None
+    finally:
+        await client.close()
+    for name, wanted in facts.items():
+        if stored.get(name) != wanted:
+            raise StartupError(
+                f"{name} of this cluster is {stored.get(name)} for ever, not {wanted}: correct the parameter"
+            )
+
+
 class _Worker:
     """One process."""
 
@@ -100,7 +128,7 @@ class _Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._ended.set)
-        outside = _Outside(self._context, self._plan.name)
+        outside = Outside(self._context, self._plan.name)
         backplane = UnixBackplane(
             self._plan.name,
             self._plan.roles,
@@ -135,9 +163,9 @@ class _Worker:
             await outside.close()
         return EXIT_FAILED if self._failed else EXIT_OK
 
-    async def _start_roles(self, outside: _Outside, backplane: UnixBackplane, routes: RouteCache) -> None:
+    async def _start_roles(self, outside: Outside, backplane: UnixBackplane, routes: RouteCache) -> None:
         """Owners of data begin before the process can be reached, so that no message finds it without a handler."""
-        builder = _RoleBuilder(self._context, outside, backplane, routes, self._on_failure)
+        builder = RoleBuilder(self._context, outside, backplane, routes, self._on_failure)
         self._roles = [builder.build(name) for name in self._plan.roles]
         await routes.start()
         serving = [role for role in self._roles if _kind(role.name) in ("gateway", "admin")]
@@ -175,7 +203,7 @@ class _Worker:
         self._ended.set()
 
 
-class _Outside:
+class Outside:
     """Connections of one process to the servers of the host, and the stores on them."""
 
     def __init__(self, context: NodeContext, process: str) -> None:
@@ -220,25 +248,12 @@ class _Outside:
             for found in (self._registry_client, mailbox)
         ]
         self._core_log = core_log
-        self._facts = {
-            "cluster_id": context.cluster_id,
-            "conversation_bucket_count": str(buckets),
-            "mailbox_shard_count": str(shards),
-            "lane_count": str(parameters.lane_count),
-            "message_seq_bucket_width": str(parameters.message_seq_bucket_width),
-            "message_instances": CORE_INSTANCE,
-            "mailbox_instances": MAILBOX_INSTANCE,
-        }
         self.checkpoints: RedisCheckpointStore
 
     async def connect(self) -> None:
-        """StoreUnavailable when a server does not answer, StartupError when a fact of the cluster was to change."""
+        """StoreUnavailable when a server does not answer."""
         for client in self._clients:
             await client.connect()
-        for name, stored in (await self.registry.cluster_map(self._facts)).items():
-            wanted = self._facts.get(name, stored)
-            if stored != wanted:
-                raise StartupError(f"{name} of this cluster is {stored} for ever, not {wanted}: correct the parameter")
         self.checkpoints = RedisCheckpointStore(self._core_log, await self.outbox.identity())
 
     async def close(self) -> None:
@@ -246,17 +261,20 @@ class _Outside:
             await client.close()
 
 
-class _RoleBuilder:
+class RoleBuilder:
     """Role instances by name."""
 
     def __init__(
         self,
         context: NodeContext,
-        outside: _Outside,
+        outside: Outside,
         backplane: UnixBackplane,
         routes: RouteCache,
         on_failure: Callable[[str, BaseException], None],
+        *,
+        chunk_gate: ChunkGate | None = None,
     ) -> None:
+        """`chunk_gate` holds chunks of mailbox roles back in tests."""
         self._context = context
         self._parameters = context.parameters
         self._settings = context.settings
@@ -264,6 +282,7 @@ class _RoleBuilder:
         self._backplane = backplane
         self._routes = routes
         self._on_failure = on_failure
+        self._chunk_gate = chunk_gate
         self._clock = SystemClock()
 
     def build(self, name: str) -> Role:
@@ -379,6 +398,7 @@ class _RoleBuilder:
             gateways=[f"gateway-{i}" for i in range(pools.gateway)],
             instance_of=lambda _: MAILBOX_INSTANCE,
             present=partial(_present, self._settings.run_dir, self._clock, parameters.presence_lease_ttl),
+            chunk_gate=self._chunk_gate,
         )
 
     def _admin(self, name: str, index: int) -> Role:

@@ -59,8 +59,6 @@ class Apply:
 class Ready:
     """ONLINE_READY: synchronised and live."""
 
-    first_login: bool
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferEndpoint:

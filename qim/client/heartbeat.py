@@ -64,10 +64,6 @@ class Heartbeat:
         """The interval in force."""
         return min(self._interval_ms, self._server_interval_ms or self._interval_ms)
 
-    def probing(self) -> bool:
-        """True while a probe is unanswered."""
-        return self._probe_sent_ms != 0
-
     def probe(self, now_ms: int, last_applied_mailbox_seq: int) -> None:
         """Ask whether the link still lives; at most one probe at a time."""
         if self._due_ms != NEVER_MS and not self._probe_sent_ms:

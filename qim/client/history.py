@@ -13,6 +13,8 @@ SPACING_MS: Final = 250
 RETRY_MS: Final = 5_000
 """Pause after a page that could not be read."""
 PAGE_MESSAGES: Final = 50
+NEWEST: Final = 0
+"""Anchor of the newest page (ADR-0001)."""
 REFRESH_SEQS_MAX: Final = 10_000
 """Wishes kept; overflow act: the newest wish is not taken, its message stays a placeholder until history is opened."""
 
@@ -42,16 +44,16 @@ class HistoryReader:
         self._pull = pull
         self._restate = restate
         self._looked = looked
-        self._looks: dict[str, int] = {}
+        self._looks: dict[str, None] = {}
         self._refresh: dict[str, set[int]] = {}
         self._refresh_count = 0
         self._rebuild: dict[str, int] = {}
         self._wake = asyncio.Event()
         self._spacing_s = spacing_ms / 1000
 
-    def look_through(self, conversation_id: str, latest_known_seq: int) -> None:
+    def look_through(self, conversation_id: str) -> None:
         """Search the newest page for own messages."""
-        self._looks[conversation_id] = latest_known_seq
+        self._looks[conversation_id] = None
         self._wake.set()
 
     def refresh(self, conversation_id: str, seqs: Iterable[int]) -> None:
@@ -66,6 +68,10 @@ class HistoryReader:
     def rebuild(self, anchors: dict[str, int]) -> None:
         """Fill conversations from their greatest contiguous `conversation_seq` (§9.6.3)."""
         self._rebuild.update(anchors)
+        self._wake.set()
+
+    def resume(self) -> None:
+        """The connection is live: what could not be read before is tried now."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -94,14 +100,11 @@ class HistoryReader:
         return False
 
     async def _look(self, conversation_id: str) -> bool:
-        anchor = self._looks.pop(conversation_id)
-        page = await self._pull(conversation_id, pb.OLDER, max(anchor, 1), PAGE_MESSAGES)
+        del self._looks[conversation_id]
+        page = await self._pull(conversation_id, pb.OLDER, NEWEST, PAGE_MESSAGES)
         if page is None:
             self._looked(conversation_id, None)
             return False
-        if page.latest_conversation_seq > anchor:
-            self._looks[conversation_id] = page.latest_conversation_seq
-            return True
         own = {m.client_message_id: (m.message_id, m.conversation_seq) for m in page.messages if m.client_message_id}
         self._looked(conversation_id, own)
         return True

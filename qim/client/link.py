@@ -238,6 +238,7 @@ class Link:
         self._performer.fail_replies()
         self._performer.do(self.state.disconnected())
         self._performer.commit()
+        self._notify()
 
     def _next_address(self) -> tuple[str, int]:
         """Where a REDIRECT points, else the endpoint the server preferred last, else the configured one."""
@@ -339,6 +340,7 @@ class Link:
         for row in self.store.restate([row_from_history(conversation_id, message) for message in messages]):
             self._emit(MessageReceived(row=row))
         self._performer.commit_soon()
+        self._notify()
 
     def _looked_through(self, conversation_id: str, own: dict[str, tuple[bytes, int]] | None) -> None:
         self._do(self.state.looked_through(conversation_id, own, self._now_ms()))

@@ -152,14 +152,14 @@ class Performer:
             self.finished_pulls += 1
         elif isinstance(action, Ready):
             self.logins += 1
+            self._history.resume()
             self._emit(StateChanged(state="online"))
         elif isinstance(action, PreferEndpoint):
             self.set_preferred_endpoint(action.endpoint)
         elif isinstance(action, Refresh):
             self._history.refresh(action.conversation_id, action.conversation_seqs)
         elif isinstance(action, LookThrough):
-            seqs = self._store.seqs(action.conversation_id)
-            self._history.look_through(action.conversation_id, seqs[-1] if seqs else 0)
+            self._history.look_through(action.conversation_id)
         elif isinstance(action, Rebuild):
             conversations = self._store.conversations()
             self._history.rebuild({c: contiguous_until(self._store.seqs(c)) for c in conversations})

@@ -252,14 +252,6 @@ class LocalStore:
         ).fetchall()
         return [MessageRow(*row) for row in reversed(rows)]
 
-    def has_message(self, conversation_id: str, conversation_seq: int) -> bool:
-        """True if a row of this coordinate is there."""
-        found = self._db.execute(
-            "SELECT 1 FROM local_message WHERE conversation_id = ? AND conversation_seq = ? LIMIT 1",
-            (conversation_id, conversation_seq),
-        ).fetchone()
-        return found is not None
-
     def seqs(self, conversation_id: str) -> list[int]:
         """All `conversation_seq` of a conversation, ascending."""
         rows = self._db.execute(

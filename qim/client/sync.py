@@ -35,6 +35,10 @@ from qim.protocol import qim_pb2 as pb
 from qim.protocol.entry import ORDINAL_CONTROL
 from qim.protocol.opcodes import Opcode
 
+_TRY_LATER: Final = frozenset(
+    (ErrorCode.RATE_LIMITED, ErrorCode.SHARD_MOVED, ErrorCode.REGION_FAILOVER, ErrorCode.CLOCK_UNSAFE)
+)
+"""A pull is repeated after them; a renewal has already done its work at the gateway."""
 RETRY_DEFAULT_MS: Final = 1000
 """Base of a retry when the server named none."""
 PULL_FAILURES_MAX: Final = 5
@@ -115,7 +119,7 @@ class SyncState:
         "phase", "cursor", "dirty", "sync_to_seq", "counters", "session_epoch", "_options", "_out", "_ids", "_dedup",
         "_random", "_own_entry", "_token", "_auth_id", "_auth_tries", "_answer_due_ms", "_complete_id", "_start_seq",
         "_tracker", "_in_flight", "_waiting", "_staged", "_sync_retries", "_resync_due_ms", "_resynced_ms",
-        "_was_live", "_rebuild",
+        "_rebuild",
     )  # fmt: skip
 
     def __init__(
@@ -139,7 +143,6 @@ class SyncState:
         self.session_epoch = 0
         self.sync_to_seq = 0
         self._token = ""
-        self._was_live = False
         self._rebuild = False
         self._resynced_ms = -NEVER_MS
         self._reset()
@@ -214,8 +217,7 @@ class SyncState:
             return
         self.phase = Phase.LIVE
         self._answer_due_ms = NEVER_MS
-        self._out.append(Ready(first_login=not self._was_live))
-        self._was_live = True
+        self._out.append(Ready())
         if self._rebuild:
             self._rebuild = False
             self._out.append(Rebuild())
@@ -430,7 +432,7 @@ class SyncState:
         elif code in (ErrorCode.CURSOR_INVALID, ErrorCode.CURSOR_EXPIRED):
             self._forget_cursor(expired=code == ErrorCode.CURSOR_EXPIRED)
             self._authenticate(now_ms)
-        else:
+        elif self.phase is not Phase.LIVE or code not in _TRY_LATER:
             self._connection_error(error, now_ms)
 
     def _pull_refused(self, pull: _Range, error: pb.Error, now_ms: int) -> None:
@@ -442,7 +444,7 @@ class SyncState:
         elif code in (ErrorCode.CURSOR_INVALID, ErrorCode.CURSOR_EXPIRED):
             self._forget_cursor(expired=code == ErrorCode.CURSOR_EXPIRED)
             self._out.append(Disconnect(reason="cursor_refused", retry_after_ms=0))
-        elif code in (ErrorCode.RATE_LIMITED, ErrorCode.SHARD_MOVED, ErrorCode.REGION_FAILOVER, ErrorCode.CLOCK_UNSAFE):
+        elif code in _TRY_LATER:
             self._try_later(pull, error.retry_after_ms or RETRY_DEFAULT_MS, now_ms)
         else:
             self._connection_error(error, now_ms)

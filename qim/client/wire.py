@@ -28,6 +28,7 @@ except ImportError:  # plain asyncio transports work as well, at twice the cost
 ALPN: Final = "qim/1"
 TLS_BUFFER_BYTES: Final = 16_448
 """One TLS record: 38 KiB a connection instead of 280."""
+_SHUTDOWN_TIMEOUT_S: Final = 1.0
 _RECEIVE_BYTES: Final = 256 << 10
 _RECEIVE: Final = memoryview(bytearray(_RECEIVE_BYTES))
 _LINGER_NONE: Final = struct.pack("ii", 1, 0)
@@ -47,7 +48,7 @@ OnClosed = Callable[[Exception | None], None]
 class WireConnection(asyncio.BufferedProtocol):
     """Frames out by `send`, frames in by `on_frame`, the end once by `on_closed`."""
 
-    __slots__ = ("_loop", "_on_frame", "_on_closed", "_transport", "_reader", "_out", "_write_error", "paused")
+    __slots__ = ("_loop", "_on_frame", "_on_closed", "_transport", "_reader", "_out", "_framing_error", "paused")
 
     def __init__(self, on_frame: OnFrame, on_closed: OnClosed) -> None:
         self._loop = asyncio.get_running_loop()
@@ -56,7 +57,7 @@ class WireConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._reader = FrameReader(_LIMITS)
         self._out: list[bytes] = []
-        self._write_error: Exception | None = None
+        self._framing_error: Exception | None = None
         self.paused = False
         """The socket does not take more: an open-loop sender should hold back."""
 
@@ -121,7 +122,7 @@ class WireConnection(asyncio.BufferedProtocol):
             for frame in self._reader.feed(bytes(_RECEIVE[:nbytes])):
                 self._on_frame(frame)
         except FramingError as error:
-            self._write_error = error
+            self._framing_error = error
             self.abort()
 
     def eof_received(self) -> bool:
@@ -136,7 +137,7 @@ class WireConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
         self._out.clear()
-        self._on_closed(self._write_error or exc)
+        self._on_closed(self._framing_error or exc)
 
 
 async def connect(
@@ -159,20 +160,43 @@ async def connect(
         return WireConnection(on_frame, on_closed)
 
     async with asyncio.timeout(timeout_ms / 1000):
+        # a socket of our own: aiofastnet closes its own one under the transport when a handshake is cancelled
+        sock = await _open_socket(loop, host, port)
         if aiofastnet is not None:
             transport, connection = await aiofastnet.create_connection(
-                loop, factory, host, port, ssl=ssl_context, server_hostname=server_name,
+                loop, factory, sock=sock, ssl=ssl_context, server_hostname=server_name,
                 ssl_incoming_bio_size=TLS_BUFFER_BYTES, ssl_outgoing_bio_size=TLS_BUFFER_BYTES,
-                ssl_shutdown_timeout=1.0,
+                ssl_shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
             )  # fmt: skip
         else:
             transport, connection = await loop.create_connection(
-                factory, host, port, ssl=ssl_context, server_hostname=server_name, ssl_shutdown_timeout=1.0
+                factory,
+                sock=sock,
+                ssl=ssl_context,
+                server_hostname=server_name,
+                ssl_shutdown_timeout=_SHUTDOWN_TIMEOUT_S,
             )
     if transport.get_extra_info("ssl_object").selected_alpn_protocol() != ALPN:
         connection.abort()
         raise ConnectionError(f"{host}:{port} does not speak {ALPN}")
-    sock = transport.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+async def _open_socket(loop: asyncio.AbstractEventLoop, host: str, port: int) -> socket.socket:
+    """Connect to the first address that answers; the last OSError when none does."""
+    error: OSError = ConnectionError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await loop.sock_connect(sock, address)
+        except OSError as failed:
+            error = failed
+            sock.close()
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise error

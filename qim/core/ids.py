@@ -30,6 +30,8 @@ ROOM_PREFIX: Final = "r:"
 CLIENT_MESSAGE_ID_BYTES_MAX: Final = 64
 """A UUID in any notation fits; the id is stored in the dedup key and in the sender's own entry."""
 
+_ORDINAL_SUFFIX: Final = tuple(b"\x00" + bytes((ordinal,)) for ordinal in range(256))
+
 ConversationKind = Literal["direct", "group", "room"]
 
 
@@ -116,4 +118,4 @@ def event_id_prefix(tenant_id: str, dispatch: bytes) -> bytes:
 
 def event_id(prefix: bytes, user_id: str, event_ordinal: int) -> bytes:
     """8 bytes big-endian: `blake3(tenant ‖ 00 ‖ dispatch_id ‖ user ‖ 00 ‖ u8 ordinal)[0:8]` (§6.7)."""
-    return blake3(prefix + user_id.encode() + b"\x00" + bytes((event_ordinal,))).digest(8)
+    return blake3(prefix + user_id.encode() + _ORDINAL_SUFFIX[event_ordinal]).digest(length=8)

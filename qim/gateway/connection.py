@@ -123,7 +123,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     __slots__ = (
         "id", "address", "machine", "session", "last_pushed_user_seq", "barrier", "pulls", "dirty", "in_flight",
-        "transport", "_owner", "_writer", "_reader", "_receive", "_parts", "_parts_bytes", "_queue", "_limits",
+        "transport", "_owner", "_writer", "_reader", "_receive", "_parts", "_room_bytes", "_queue", "_limits",
         "_paused", "_scheduled",
     )  # fmt: skip
 
@@ -156,7 +156,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._reader = FrameReader()
         self._receive = receive
         self._parts: list[bytes] = []
-        self._parts_bytes = 0
+        self._room_bytes = limits.quantum_bytes
+        """What this tick's write may still take past the queue; none while the peer does not keep up."""
         self._queue: OutboundQueue | None = None
         self._limits = limits
         self._paused = False
@@ -211,20 +212,24 @@ class ClientConnection(asyncio.BufferedProtocol):
         last = self.last_pushed_user_seq
         if mailbox_seq > last:
             last = mailbox_seq
-        parts = push_frame_parts(last, ref, common)
-        if self._queue is None and not self._paused and self._parts_bytes < self._limits.quantum_bytes:
-            # `_send` written out: a call costs a twentieth of the delivery
-            self._parts += parts
-            self._parts_bytes += len(common) + PUSH_HEAD_BYTES
+        if self._room_bytes > 0:
+            self._room_bytes -= len(common) + PUSH_HEAD_BYTES
+            self._parts += push_frame_parts(last, ref, common)
             self.last_pushed_user_seq = last
             if not self._scheduled:
                 self._schedule()
-        elif self._enqueue(STREAM_REALTIME, parts, droppable=True):
+        elif self._enqueue(STREAM_REALTIME, push_frame_parts(last, ref, common), droppable=True):
             self.last_pushed_user_seq = last
 
     def reply(self, opcode: Opcode, body: bytes, request_id: int = 0) -> None:
         """One frame on its stream."""
-        self._send(STREAM_OF[opcode], frame_bytes(opcode, body, request_id))
+        whole = frame_bytes(opcode, body, request_id)
+        if self._room_bytes > 0:
+            self._room_bytes -= len(whole)
+            self._parts.append(whole)
+            self._schedule()
+        else:
+            self._enqueue(STREAM_OF[opcode], (whole,), droppable=False)
 
     def error(
         self,
@@ -251,25 +256,19 @@ class ClientConnection(asyncio.BufferedProtocol):
     def write_now(self) -> None:
         """One socket write of what this tick collected, then of what had to wait, while the peer keeps up."""
         self._scheduled = False
-        if self.transport is None:
-            return
-        if self._parts:
-            parts = self._parts
-            self._parts = []
-            self._parts_bytes = 0
+        parts = self._parts
+        self._parts = []
+        if self._queue is None and not self._paused:
+            self._room_bytes = self._limits.quantum_bytes
+        else:
+            self._take_queued(parts)
+        if parts and self.transport is not None:
             self.transport.write_nocheck(b"".join(parts))
-        queue = self._queue
-        if queue is not None and not self._paused:
-            if queue.queued_frames:
-                self.transport.write_nocheck(b"".join(queue.take(self._limits.quantum_bytes)))
-            if queue.queued_frames:
-                self._schedule()
-            elif not queue.degraded:
-                self._queue = None
 
     def pause_writing(self) -> None:
         """The peer does not keep up: what comes next waits here, bounded, and nothing more is read from it."""
         self._paused = True
+        self._room_bytes = 0
         if self.transport is not None:
             self.transport.pause_reading()
 
@@ -318,20 +317,26 @@ class ClientConnection(asyncio.BufferedProtocol):
         self.machine.on_event(Event.CLOSE)
         # from here on a frame can only go to the queue, which takes none of a closing connection
         self._paused = True
+        self._room_bytes = 0
         return True
 
-    def _send(self, stream_id: int, whole: bytes) -> None:
-        """A frame bypasses the queue while the peer keeps up."""
-        if self._queue is None and not self._paused and self._parts_bytes < self._limits.quantum_bytes:
-            self._parts.append(whole)
-            self._parts_bytes += len(whole)
+    def _take_queued(self, parts: list[bytes]) -> None:
+        """Add what waited to this tick's write, while the peer keeps up; once all of it went, frames pass by again."""
+        queue = self._queue
+        if queue is None or self._paused:
+            return
+        if queue.queued_frames:
+            parts += queue.take(self._limits.quantum_bytes)
+        if queue.queued_frames:
             self._schedule()
-        else:
-            self._enqueue(stream_id, (whole,), droppable=False)
+        elif not queue.degraded:
+            self._queue = None
+            self._room_bytes = self._limits.quantum_bytes
 
     def _enqueue(self, stream_id: int, parts: Parts, *, droppable: bool) -> bool:
         if self.machine.state is State.CLOSING:
             return False
+        self._room_bytes = 0
         if self._queue is None:
             self._queue = OutboundQueue(self._limits)
         verdict = self._queue.push(stream_id, parts, droppable=droppable)

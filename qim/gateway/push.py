@@ -11,7 +11,7 @@ from qim.gateway.sync import HeldPush
 from qim.gateway.table import ConnectionTable
 from qim.obs import metrics
 from qim.obs.logs import get_logger
-from qim.protocol.internal import PushBatch, decode_push_batches
+from qim.protocol.internal import PushRows, decode_push_rows
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty, PresenceStale
 
@@ -29,7 +29,7 @@ class PushDelivery:
 
     def on_push_batch(self, peer: str, body: bytes) -> None:
         """PUSH_BATCH: any number of batches."""
-        for batch in decode_push_batches(body):
+        for batch in decode_push_rows(body):
             self._deliver(peer, batch)
 
     def on_mark_dirty(self, peer: str, mark: MarkDirty) -> None:
@@ -42,10 +42,10 @@ class PushDelivery:
             else:
                 connection.mark_dirty()
 
-    def _deliver(self, peer: str, batch: PushBatch) -> None:
+    def _deliver(self, peer: str, batch: PushRows) -> None:
         find = self._table.by_id.get
         common = batch.common
-        for user_key, connection_id, epoch, mailbox_seq, ref in batch.recipients:
+        for user_key, connection_id, epoch, mailbox_seq, ref in batch.rows:
             connection = find(connection_id)
             session = connection.session if connection is not None else None
             if connection is None or session is None or session.epoch != epoch or session.user_key != user_key:
@@ -54,8 +54,8 @@ class PushDelivery:
                 connection.push_event(mailbox_seq, ref, common)
             else:
                 self._hold(connection, HeldPush(mailbox_seq, ref, common))
-        metrics.PUSH_BATCH_RECIPIENTS.observe(len(batch.recipients))
-        metrics.PUSHED_TOTAL.inc(len(batch.recipients))
+        metrics.PUSH_BATCH_RECIPIENTS.observe(len(batch.rows))
+        metrics.PUSHED_TOTAL.inc(len(batch.rows))
 
     def _hold(self, connection: ClientConnection, push: HeldPush) -> None:
         """Before ONLINE_READY; an overflow is told to the client right behind it (§9.4.1)."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from blake3 import blake3
@@ -51,27 +52,55 @@ def encode_push_batch(tenant_id: str, common: bytes, recipients: list[PushRecipi
     return b"".join(parts)
 
 
+class PushRows(NamedTuple):
+    """A `PushBatch` whose recipients are plain tuples in the order of `PushRecipient`: a third of the cost."""
+
+    tenant_id: str
+    common: bytes
+    rows: list[tuple[bytes, int, int, int, bytes]]
+
+
 def decode_push_batches(body: bytes) -> Iterator[PushBatch]:
     """All batches of a frame; FramingError on an unknown format."""
+    for tenant_id, common, rows in decode_push_rows(body):
+        yield PushBatch(tenant_id, common, [PushRecipient._make(row) for row in rows])
+
+
+def decode_push_rows(body: bytes) -> Iterator[PushRows]:
+    """As `decode_push_batches`, for the path to the sockets."""
     at = 0
-    unpack = _RECIPIENT.unpack_from
-    # the constructor of a NamedTuple costs three times this
-    new = tuple.__new__
-    head_bytes = _RECIPIENT.size
     while at < len(body):
         fmt, common_len, tenant_len, count = _BATCH.unpack_from(body, at)
         if fmt != _FORMAT:
             raise FramingError(f"unknown PushBatch format {fmt}")
-        at += _BATCH.size
-        tenant_id = body[at : at + tenant_len].decode()
-        at += tenant_len
-        common = body[at : at + common_len]
-        at += common_len
-        recipients: list[PushRecipient] = []
-        for _ in range(count):
-            key, connection_id, session_epoch, mailbox_seq, ref_len = unpack(body, at)
-            at += head_bytes
-            ref_end = at + ref_len
-            recipients.append(new(PushRecipient, (key, connection_id, session_epoch, mailbox_seq, body[at:ref_end])))
-            at = ref_end
-        yield PushBatch(tenant_id, common, recipients)
+        tenant_at = at + _BATCH.size
+        common_at = tenant_at + tenant_len
+        rows_at = common_at + common_len
+        rows, at = _decode_rows(body, rows_at, count)
+        yield PushRows(body[tenant_at:common_at].decode(), body[common_at:rows_at], rows)
+
+
+def _decode_rows(body: bytes, at: int, count: int) -> tuple[list[tuple[bytes, int, int, int, bytes]], int]:
+    """(rows, where they end). Refs of one length class, the rule, are unpacked in one call."""
+    if count:
+        ref_len = _RECIPIENT.unpack_from(body, at)[-1]
+        row_bytes = _RECIPIENT.size + ref_len
+        end = at + count * row_bytes
+        high, low = at + _RECIPIENT.size - 2, at + _RECIPIENT.size - 1
+        if body[high:end:row_bytes] == body[high : high + 1] * count and (
+            body[low:end:row_bytes] == body[low : low + 1] * count
+        ):
+            return list(_uniform_rows(ref_len).iter_unpack(body[at:end])), end
+    rows: list[tuple[bytes, int, int, int, bytes]] = []
+    for _ in range(count):
+        key, connection_id, session_epoch, mailbox_seq, ref_len = _RECIPIENT.unpack_from(body, at)
+        ref_at = at + _RECIPIENT.size
+        at = ref_at + ref_len
+        rows.append((key, connection_id, session_epoch, mailbox_seq, body[ref_at:at]))
+    return rows, at
+
+
+@lru_cache(maxsize=256)
+def _uniform_rows(ref_len: int) -> struct.Struct:
+    """A recipient with its ref; the length is known and skipped."""
+    return struct.Struct(f">16sQQQ2x{ref_len}s")

@@ -30,9 +30,10 @@ ENGINE_FILE: Final = "engine.json"
 LOCK_FILE: Final = "server.lock"
 SOCKET_PATH_BYTES_MAX: Final = 107
 """`sun_path` of a unix socket without its closing zero."""
-MAILBOX_OPTIONS: Final = {"zset-max-listpack-value": "512"}
-"""For mailbox instances: an ordinary day of a mailbox stays in one listpack, 256 instead of 342 bytes an entry at 60
-entries of 250 bytes; appends cost the same. Beyond 128 entries, the engine's own bound, a skiplist is faster."""
+MAILBOX_OPTIONS: Final = {"zset-max-listpack-value": "512", "hash-max-listpack-entries": "32"}
+"""For mailbox instances. An ordinary day of a mailbox stays in one listpack, 256 instead of 342 bytes an entry at 60
+entries of 250 bytes; appends cost the same; beyond 128 entries, the engine's own bound, a skiplist is faster. Progress
+rows are looked up by hash instead of end to end: 2.5 µs less per appended 1:1 entry than with the engine's 512."""
 _VERSION: Final = re.compile(r"(Valkey|Redis) server v=(\d+)\.(\d+)\.(\d+)", re.IGNORECASE)
 _RESET_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE)
 _LOCK_RETRY_S: Final = 0.05

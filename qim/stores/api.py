@@ -77,7 +77,7 @@ class ShardSnapshot(NamedTuple):
     lane_mask: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CommitRequest:
     """One message to commit. `record` is an encoded MessageRecord, `outbox` an OutboxRecord without its sequence."""
 
@@ -101,7 +101,7 @@ class CommitRequest:
     membership: MembershipRewrite | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class CommitOutcome:
     status: CommitStatus
     message_id: bytes = b""
@@ -264,8 +264,7 @@ class Recipient(NamedTuple):
     ref: bytes
 
 
-@dataclass(slots=True, kw_only=True)
-class ChunkAppend:
+class ChunkAppend(NamedTuple):
     """Chunk `chunk_index` of (dispatch at log_offset, lane): entries and their progress bit, atomically."""
 
     log_offset: int
@@ -283,7 +282,7 @@ class ChunkAppend:
     recipients: Sequence[Recipient]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Watermarks:
     """A move of W: `previous` is what the caller believes is stored. For every non-empty (offset, lane) in between,
     `required` names (log_offset, lane, chunk_count); the store moves W only if it finds all those bits set."""
@@ -293,7 +292,7 @@ class Watermarks:
     required: Sequence[tuple[int, int, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class AppendCall:
     """One script call for one shard and tick: items, then W, then the fold, all or nothing but for idempotent items."""
 

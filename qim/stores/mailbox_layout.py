@@ -19,8 +19,11 @@ PROGRESS_BLOCK_OFFSETS: Final = 1024
 DROPPED_BLOCKS_PER_CALL_MAX: Final = 64
 EVENT_GROUP_ITEMS_MAX: Final = 8
 """`mailbox_event_group_max_items` (§6.7): so many rows above `max_items` complete the last group of a page."""
-ENTRIES_PER_CALL_MAX: Final = 1024
-"""Guard, not the batch size: the server is blocked for about 5 µs per entry."""
+ENTRIES_PER_CALL_MAX: Final = 16_384
+"""Guard, not the batch size (a call blocks the server for about 5 µs per entry): the contract's largest chunk, 2,000
+members, of the largest event group, as a replay may have to repeat it."""
+ITEMS_PER_CALL_MAX: Final = 1024
+"""Guard of the script's argument lists."""
 SEQ_MAX: Final = (1 << 63) - 1
 
 _MEMBER: Final = struct.Struct(">QB8s")
@@ -37,8 +40,8 @@ def split_member(member: bytes) -> StoredRow:
 def check_append(call: AppendCall) -> None:
     """ValueError if the call breaks a rule its maker must keep (DESIGN-data §5); the stores check what is stored."""
     entries = sum(len(item.recipients) for item in call.tenant_items)
-    if max(entries, len(call.tenant_items)) > ENTRIES_PER_CALL_MAX:
-        raise ValueError(f"{entries} entries in one append call, at most {ENTRIES_PER_CALL_MAX}")
+    if entries > ENTRIES_PER_CALL_MAX or len(call.tenant_items) > ITEMS_PER_CALL_MAX:
+        raise ValueError(f"append of {len(call.tenant_items)} items with {entries} entries is too large")
     for item in call.tenant_items:
         if not 0 <= item.chunk_index < item.chunk_count:
             raise ValueError(f"chunk {item.chunk_index} of {item.chunk_count}")
@@ -49,6 +52,7 @@ def check_append(call: AppendCall) -> None:
         return
     if any(map(int.__lt__, moves.new.values, moves.previous.values)):
         raise ValueError(f"W of shard {call.shard} would go back")
-    lowest = moves.new.minimum()
-    if call.fold is not None and call.fold_offset > (log_offset_of(lowest) if lowest else -1):
-        raise ValueError(f"fold offset {call.fold_offset} is above the least W")
+    if call.fold is not None:
+        lowest = moves.new.minimum()
+        if call.fold_offset > (log_offset_of(lowest) if lowest else -1):
+            raise ValueError(f"fold offset {call.fold_offset} is above the least W")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from itertools import pairwise
 
 import pytest
 
@@ -72,7 +73,7 @@ async def test_entries_of_the_last_epoch_are_ordered_and_found(store: RedisMailb
 
     segmented: list[int] = []
     cuts = [0, *expected[249::250], EVERYTHING]
-    for after, up_to in zip(cuts, cuts[1:], strict=False):
+    for after, up_to in pairwise(cuts):
         segmented += [row.mailbox_seq for row in await scan(store, after, up_to, SHARD_EPOCH_MAX, page=7)]
     assert segmented == expected  # criterion 1, segmented
 

@@ -322,7 +322,7 @@ async def _observed(store: MailboxStore) -> list[object]:
     return seen
 
 
-@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(_calls() | st.tuples(st.sampled_from(USERS), st.integers(0, 1100)), max_size=8))
 def test_redis_and_the_model_agree(mailbox_redis: str, steps: list[Any]) -> None:
     async def run() -> None:

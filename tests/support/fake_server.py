@@ -279,7 +279,7 @@ class FakeServer:
             found = [e for e in log if e.conversation_seq > pull.anchor_conversation_seq]
             page, more = found[:limit], len(found) > limit
         else:
-            found = [e for e in log if e.conversation_seq <= pull.anchor_conversation_seq]
+            found = [e for e in log if e.conversation_seq <= (pull.anchor_conversation_seq or len(log))]
             page, more = found[-limit:], len(found) > limit
         messages = [
             pb.HistoryMessage(

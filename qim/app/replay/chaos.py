@@ -82,7 +82,18 @@ def _materialized(packed: bytes | None) -> int:
 class Chaos:
     """Kills one process after another."""
 
-    def __init__(self, probe: BacklogProbe, traffic: Traffic, clock: Clock, pid_of: Callable[[str], int]) -> None:
+    def __init__(
+        self,
+        probe: BacklogProbe,
+        traffic: Traffic,
+        clock: Clock,
+        pid_of: Callable[[str], int],
+        *,
+        started_ms: float,
+    ) -> None:
+        self._started_ms = started_ms
+        self.looking = False
+        """A victim is chosen and not yet killed: it waits for traffic."""
         self._probe = probe
         self._traffic = traffic
         self._clock = clock
@@ -95,6 +106,7 @@ class Chaos:
         Without such a moment in `timeout_s` the kill happens anyway and its report shows what was missing.
         """
         deadline_ms = self._clock.monotonic_ms() + timeout_s * 1000
+        self.looking = True
         while True:
             last_try = self._clock.monotonic_ms() >= deadline_ms
             if self._traffic.unacknowledged() or last_try:
@@ -109,6 +121,7 @@ class Chaos:
                     break
                 os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(TRY_EVERY_S)
+        self.looking = False
         killed_at_ms = self._clock.monotonic_ms()
         recovered = await self._recovered(waiting, backlog)
         return Kill(
@@ -116,6 +129,7 @@ class Chaos:
             process=process,
             unacknowledged_sends=len(waiting),
             dispatches_above_w=backlog.above_w,
+            at_s=(killed_at_ms - self._started_ms) / 1000,
             recovery_ms=self._clock.monotonic_ms() - killed_at_ms if recovered else -1,
         )
 

@@ -14,7 +14,7 @@ from typing import Final
 import uvloop
 
 from qim.app.connect import NodeAddress
-from qim.app.own_node import OwnNode, OwnNodeOptions, read_state
+from qim.app.own_node import OwnNode, OwnNodeOptions
 from qim.app.replay.checker import check
 from qim.app.replay.evidence import RunDir
 from qim.app.replay.plan import DayPlan, plan_day, read_day
@@ -59,7 +59,6 @@ def replay_days(options: ReplayOptions) -> int:
         plans.append(plan_day(path.stem, events[: options.limit] if options.limit else events, options.seed))
     if options.connect is not None:
         node = NodeAddress.read(options.connect)
-        read_state(Path(node.run_dir))
         tenant = node.unlimited_tenant or TENANT
         return _play_all(options, plans, node, tenant, victims=())
     with OwnNode(_APART) as own:

@@ -43,6 +43,14 @@ class Sighting(NamedTuple):
     live_since_ms: float
 
 
+class Delivery(NamedTuple):
+    """A message that reached a device while it was online."""
+
+    latency_ms: float
+    client_message_id: str
+    sent_at_ms: float
+
+
 @dataclass(slots=True)
 class Device:
     """One device of the run."""
@@ -98,13 +106,15 @@ class Ledger:
     def ack_latencies_ms(self) -> list[float]:
         return [at_ms - self._sent_at_ms[client_message_id] for client_message_id, at_ms in self._acked_at_ms.items()]
 
-    def delivery_latency_ms(self, user: str, sighting: Sighting) -> float | None:
+    def delivery_of(self, user: str, sighting: Sighting) -> Delivery | None:
         """None for the sender's own devices and for what was sent before the device was online."""
         client_message_id = self._message_of.get(sighting.message_id)
         if client_message_id is None or self.sent[self._index[client_message_id]].user == user:
             return None
         sent_at_ms = self._sent_at_ms[client_message_id]
-        return sighting.at_ms - sent_at_ms if sent_at_ms > sighting.live_since_ms else None
+        if sent_at_ms <= sighting.live_since_ms:
+            return None
+        return Delivery(sighting.at_ms - sent_at_ms, client_message_id, sent_at_ms)
 
 
 class Crowd:

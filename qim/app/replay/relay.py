@@ -73,7 +73,7 @@ class CuttingRelay:
         link: tuple[asyncio.StreamWriter, asyncio.StreamWriter, list[asyncio.Task[None]]],
     ) -> None:
         try:
-            while chunk := await source.read(_CHUNK_BYTES):
+            while (chunk := await source.read(_CHUNK_BYTES)) and not target.is_closing():
                 target.write(chunk)
                 await target.drain()
         except OSError:

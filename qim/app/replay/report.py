@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import orjson
 
@@ -25,12 +25,24 @@ class Kill:
     process: str
     unacknowledged_sends: int
     dispatches_above_w: int
+    at_s: float
+    """Since the start of the run."""
     recovery_ms: float
     """Until every SEND and dispatch that was in flight is acknowledged and materialized; -1: never."""
 
     @property
     def met_something(self) -> bool:
         return self.unacknowledged_sends > 0 and self.dispatches_above_w > 0
+
+
+class SlowDelivery(NamedTuple):
+    """One of the slowest deliveries to a device that was online."""
+
+    latency_ms: float
+    where: str
+    client_message_id: str
+    sent_at_s: float
+    """Since the start of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +56,7 @@ class DayReport:
     ack: Latency
     delivery: Latency
     findings: Sequence[Finding]
+    slowest: Sequence[SlowDelivery] = ()
     kills: Sequence[Kill] = ()
     kills_wanted: int = 0
     notes: Sequence[str] = field(default=())
@@ -93,6 +106,7 @@ class DayReport:
         value = asdict(self) | {
             "ack": self.ack._asdict(),
             "delivery": self.delivery._asdict(),
+            "slowest": [slow._asdict() for slow in self.slowest],
             "findings": [{"fault": f.fault.value, "where": f.where, "what": f.what} for f in self.findings],
             "failures": self.failures(),
         }

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Final
 
 from qim.app.connect import AdminClient, NodeAddress
@@ -16,7 +18,7 @@ from qim.app.replay.checker import check
 from qim.app.replay.crowd import Crowd, Device
 from qim.app.replay.evidence import DeviceState, RunDir, RunFacts
 from qim.app.replay.plan import Act, DayPlan, Step
-from qim.app.replay.report import DayReport, Kill
+from qim.app.replay.report import DayReport, Kill, SlowDelivery
 from qim.app.replay.scan import StoredGroup, scan_group
 from qim.core.ids import group_conversation_id
 from qim.core.visibility import is_visible
@@ -26,7 +28,9 @@ CONVERGE_TIMEOUT_S: Final = 90.0
 """A device that was told nothing finds a gap by its next PONG at the latest (§15.1); pings are 60 s apart at first."""
 BROADCAST_MEMBERS_MAX: Final = 500
 """`membership_event_broadcast_max_members` (B.5.1)."""
+SLOWEST_KEPT: Final = 50
 _KILL_WAIT_S: Final = 20.0
+_CHAOS_PACE_S: Final = 0.005
 _LOGINS_AT_ONCE: Final = 16
 _PROGRESS_EVERY_S: Final = 1.0
 _POLL_S: Final = 0.1
@@ -66,7 +70,7 @@ async def play_day(run: DayRun, clock: Clock) -> DayReport:
                 user_id_of=lambda name: f"{name}-{run.run_name}",
                 tasks=tasks,
             )
-            player = _Player(run, crowd, probe, clock)
+            player = _Player(run, crowd, probe, clock, started_ms)
             progress = tasks.create_task(player.show_progress())
             kills = await player.play(group_id)
             stored = scan_group(run.node, run.tenant_id, group_id)
@@ -77,7 +81,7 @@ async def play_day(run: DayRun, clock: Clock) -> DayReport:
         probe.close()
     _save(run, crowd, stored, converged)
     deliveries = sum(len(device.shown) for device in crowd.devices.values())
-    latencies = (crowd.ledger.delivery_latency_ms(d.user, seen) for d in crowd.devices.values() for seen in d.seen)
+    online = _online_deliveries(crowd, started_ms)
     return DayReport(
         day=run.plan.name,
         people=len(run.plan.people),
@@ -86,12 +90,27 @@ async def play_day(run: DayRun, clock: Clock) -> DayReport:
         deliveries=deliveries,
         elapsed_s=(clock.monotonic_ms() - started_ms) / 1000,
         ack=summarize(crowd.ledger.ack_latencies_ms()),
-        delivery=summarize([latency for latency in latencies if latency is not None]),
+        delivery=summarize([slow.latency_ms for slow in online]),
+        slowest=nlargest(SLOWEST_KEPT, online),
         findings=check(run.evidence.load()),
         kills=kills,
         kills_wanted=len(run.victims),
         notes=run.notes,
     )
+
+
+def _online_deliveries(crowd: Crowd, started_ms: float) -> list[SlowDelivery]:
+    return [
+        SlowDelivery(
+            found.latency_ms,
+            f"{device.user}/{device.name}",
+            found.client_message_id,
+            (found.sent_at_ms - started_ms) / 1000,
+        )
+        for device in crowd.devices.values()
+        for seen in device.seen
+        if (found := crowd.ledger.delivery_of(device.user, seen)) is not None
+    ]
 
 
 def _save(run: DayRun, crowd: Crowd, stored: StoredGroup, converged: set[tuple[str, str]]) -> None:
@@ -120,11 +139,12 @@ def _save(run: DayRun, crowd: Crowd, stored: StoredGroup, converged: set[tuple[s
 class _Player:
     """One run in progress."""
 
-    def __init__(self, run: DayRun, crowd: Crowd, probe: BacklogProbe, clock: Clock) -> None:
+    def __init__(self, run: DayRun, crowd: Crowd, probe: BacklogProbe, clock: Clock, started_ms: float) -> None:
         self._run = run
         self._crowd = crowd
         self._probe = probe
         self._clock = clock
+        self._started_ms = started_ms
         self._phase = "logging in"
 
     async def play(self, group_id: str) -> list[Kill]:
@@ -160,24 +180,32 @@ class _Player:
         await device.client.create_group(group_id, members)
 
     async def _play_steps(self, steps: Sequence[Step]) -> list[Kill]:
-        """With victims the day is cut into one part more than there are kills: each kill falls into the traffic of its
-        part, the next part begins when the node has recovered."""
+        """The steps are spread over the kills: each kill has its share of them, sent slowly enough that the moment when
+        something is in flight is not missed, and more as long as its victim waits for such a moment."""
         kills: list[Kill] = []
-        parts = len(self._run.victims) + 1
         pace = self._pace(steps)
-        chaos = Chaos(self._probe, self._crowd.ledger, self._clock, lambda name: pid_of(self._run.node.run_dir, name))
-        for index in range(parts):
-            part = steps[len(steps) * index // parts : len(steps) * (index + 1) // parts]
-            killing = None
-            if index < len(self._run.victims):
-                role, process = self._run.victims[index]
-                self._phase = f"killing {process}"
-                killing = asyncio.get_running_loop().create_task(chaos.kill(role, process, timeout_s=_KILL_WAIT_S))
-            for step in part:
-                await pace(step)
-                await self._crowd.do(step)
-            if killing is not None:
-                kills.append(await killing)
+        chaos = Chaos(
+            self._probe,
+            self._crowd.ledger,
+            self._clock,
+            lambda name: pid_of(self._run.node.run_dir, name),
+            started_ms=self._started_ms,
+        )
+        waiting = deque(steps)
+        victims = self._run.victims
+        for index, (role, process) in enumerate(victims):
+            self._phase = f"killing {process}"
+            killing = asyncio.get_running_loop().create_task(chaos.kill(role, process, timeout_s=_KILL_WAIT_S))
+            share_left = len(waiting) // (len(victims) - index + 1)
+            while waiting and (share_left > 0 or chaos.looking):
+                await self._crowd.do(waiting.popleft())
+                await asyncio.sleep(_CHAOS_PACE_S)
+                share_left -= 1
+            kills.append(await killing)
+        self._phase = "playing"
+        for step in waiting:
+            await pace(step)
+            await self._crowd.do(step)
         return kills
 
     def _pace(self, steps: Sequence[Step]) -> Callable[[Step], asyncio.Future[None]]:

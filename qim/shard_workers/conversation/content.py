@@ -25,6 +25,7 @@ from qim.protocol.qim_pb2 import (
     MESSAGE_TYPE_TEXT,
     MESSAGE_TYPE_UNSPECIFIED,
     MESSAGE_TYPE_VIDEO,
+    RETENTION_CLASS_UNSPECIFIED,
     MessageType,
     SendMessage,
 )
@@ -59,19 +60,23 @@ def check_send(message: SendMessage, sender_id: str, limits: Parameters) -> Refu
         return DENIED
     if (
         len(message.payload) > limits.max_custom_payload_bytes
-        or len(message.media_metadata.thumbnail) > limits.media_thumbnail_max_bytes
         or len(message.custom_type.encode()) > limits.custom_type_max_bytes
+        or (
+            message.HasField("media_metadata")
+            and len(message.media_metadata.thumbnail) > limits.media_thumbnail_max_bytes
+        )
     ):
         return TOO_LARGE
-    if message.message_type not in _CLIENT_TYPES or not message.client_message_id:
-        return BAD_REQUEST
-    mentioned = message.mention_targets.user_ids
-    if len(mentioned) > MENTION_USERS_MAX or not all(map(is_name, mentioned)):
-        return BAD_REQUEST
-    if max(_id_bytes(message.client_message_id), _id_bytes(message.after_client_message_id)) > (
-        CLIENT_MESSAGE_ID_BYTES_MAX
+    if (
+        message.message_type not in _CLIENT_TYPES
+        or not 0 < len(message.client_message_id.encode()) <= CLIENT_MESSAGE_ID_BYTES_MAX
+        or len(message.after_client_message_id.encode()) > CLIENT_MESSAGE_ID_BYTES_MAX
     ):
         return BAD_REQUEST
+    if message.HasField("mention_targets"):
+        mentioned = message.mention_targets.user_ids
+        if len(mentioned) > MENTION_USERS_MAX or not all(map(is_name, mentioned)):
+            return BAD_REQUEST
     return None
 
 
@@ -100,10 +105,11 @@ def preview(message_type: int, payload: bytes) -> bytes:
     return beginning[:PREVIEW_CHARACTERS].encode()
 
 
-def may_inline(member_count: int, body_bytes: int, limits: Parameters) -> bool:
-    """The inline rule (ADR-0005) for the default retention class, decided here once for every shard."""
-    return body_bytes <= limits.inline_body_max_bytes and member_count * body_bytes <= limits.inline_body_budget_bytes
-
-
-def _id_bytes(client_message_id: str) -> int:
-    return len(client_message_id.encode())
+def may_inline(member_count: int, body_bytes: int, retention_class: int, limits: Parameters) -> bool:
+    """The inline rule (ADR-0005), decided here once for every shard: small, for few, and of the default retention
+    class, because a copy in a mailbox would outlive what another class promises."""
+    return (
+        retention_class == RETENTION_CLASS_UNSPECIFIED
+        and body_bytes <= limits.inline_body_max_bytes
+        and member_count * body_bytes <= limits.inline_body_budget_bytes
+    )

@@ -156,10 +156,6 @@ class BucketMachine:
         self._paused_until_ms = 0.0
         self._backoff_ms = BACKOFF_INITIAL_MS
 
-    def idle(self) -> bool:
-        """True when everything accepted was answered."""
-        return not self._in_call and all(lane.state is LaneState.IDLE for lane in self._lanes.values())
-
     def submit(self, submission: Submission, now_ms: float, unix_ms: int) -> list[Action]:
         """Take a request in; call `pump` afterwards."""
         if self._queued >= QUEUE_MAX:

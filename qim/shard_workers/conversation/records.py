@@ -39,6 +39,10 @@ FLAGS_MEMBERSHIP: Final = FLAG_AFFECTS_SESSION_ORDER | FLAG_TIMELINE_VISIBLE
 MEMBERSHIP_SCHEMA_VERSION: Final = 1
 
 
+_TO_ALL: Final = [DispatchEvent(event_type=EVENT_MESSAGE, audience_all=True, flags=FLAGS_ORDINARY)]
+"""The events of an ordinary message; copied wherever it is used."""
+
+
 class WrappedDek(NamedTuple):
     """A conversation's key as stored; the key ring unwraps it and forgets it in time."""
 
@@ -64,12 +68,6 @@ class RecordEncoder:
     def send(self, send: Send, fencing_epoch: int, created_at_ms: int) -> CommitRequest:
         """A SEND_MESSAGE with its id, version and member count frozen."""
         message = send.message
-        event = DispatchEvent(event_type=EVENT_MESSAGE, audience_all=True, flags=FLAGS_ORDINARY)
-        targets = message.mention_targets
-        if targets.all or targets.user_ids or send.reply_to_user_id:
-            event.mention.CopyFrom(
-                MentionRule(at_all=targets.all, user_ids=targets.user_ids, reply_to_user_id=send.reply_to_user_id or "")
-            )
         record = MessageRecord(
             sender_device_id=send.device_id,
             client_message_id=send.client_message_id,
@@ -79,12 +77,15 @@ class RecordEncoder:
             reply_to_conversation_seq=message.reply_to_conversation_seq,
             event_type=EVENT_MESSAGE,
         )
-        if targets.all or targets.user_ids:
-            record.mention_targets.CopyFrom(targets)
+        events = _TO_ALL
+        if message.HasField("mention_targets"):
+            record.mention_targets.CopyFrom(message.mention_targets)
+        if send.reply_to_user_id or message.HasField("mention_targets"):
+            events = [_mentioning(send)]
         body = InlineBody(payload=message.payload)
         if message.HasField("media_metadata"):
             body.media_metadata.CopyFrom(message.media_metadata)
-        return self._commit(send, record, [event], body, fencing_epoch, created_at_ms)
+        return self._commit(send, record, events, body, fencing_epoch, created_at_ms)
 
     def change(self, change: Change, fencing_epoch: int, created_at_ms: int) -> CommitRequest:
         """The control message of a membership change whose rewrite is planned."""
@@ -168,7 +169,7 @@ class RecordEncoder:
             schema_version=record.schema_version,
             trace_id=message_id[:TRACE_ID_BYTES].hex(),
         )
-        if may_inline(submission.member_count, _size(body), self._parameters):
+        if may_inline(submission.member_count, _size(body), record.retention_class, self._parameters):
             outbox.inline_body = True
             outbox.inline_ciphertext = seal(body.SerializeToString())
         rewrite = None
@@ -221,6 +222,13 @@ class RecordEncoder:
         self._deks.move_to_end(key)
         if len(self._deks) > DEKS_MAX:
             self._deks.popitem(last=False)
+
+
+def _mentioning(send: Send) -> DispatchEvent:
+    """The event of a message that addresses somebody: no entry of its own, a rule on everybody's (§11.4.1)."""
+    targets = send.message.mention_targets
+    rule = MentionRule(at_all=targets.all, user_ids=targets.user_ids, reply_to_user_id=send.reply_to_user_id or "")
+    return DispatchEvent(event_type=EVENT_MESSAGE, audience_all=True, flags=FLAGS_ORDINARY, mention=rule)
 
 
 def _size(body: InlineBody) -> int:

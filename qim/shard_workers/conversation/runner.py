@@ -113,7 +113,8 @@ class WriterRole:
         self._epochs: dict[int, int] = {}
         self._to_pump: set[BucketMachine] = set()
         self._serving = False
-        self._drained = asyncio.Event()
+        self._unanswered = 0
+        self._answered = asyncio.Event()
         self._failover = Refusal(ErrorCode.REGION_FAILOVER, "", parameters.region_failover_retry_after_ms)
 
     @property
@@ -139,8 +140,9 @@ class WriterRole:
     async def drain(self) -> None:
         """Refuse what is new, answer what was accepted."""
         self._serving = False
-        self._tell_if_drained()
-        await self._drained.wait()
+        while self._unanswered:
+            self._answered.clear()
+            await self._answered.wait()
 
     async def stop(self) -> None:
         """Cancel what is under way: the store has committed it or not, retries find out."""
@@ -227,6 +229,7 @@ class WriterRole:
 
     def _submit(self, submission: Submission, refused: Refusal | None) -> asyncio.Future[bytes]:
         ticket: asyncio.Future[bytes] = submission.ticket
+        self._unanswered += 1
         bucket = conversation_bucket(submission.tenant_id, submission.conversation_id, self._bucket_count)
         machine = self._machines.get(bucket)
         if refused is None and (machine is None or not self._serving):
@@ -265,12 +268,6 @@ class WriterRole:
         now_ms, unix_ms = self._clock.monotonic_ms(), self._clock.unix_ms()
         for machine in machines:
             self._perform(machine, machine.pump(now_ms, unix_ms))
-        if not self._serving:
-            self._tell_if_drained()
-
-    def _tell_if_drained(self) -> None:
-        if all(machine.idle() for machine in self._machines.values()):
-            self._drained.set()
 
     def _perform(self, machine: BucketMachine, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -287,7 +284,7 @@ class WriterRole:
                 asyncio.get_running_loop().call_later(max(0.0, delay_ms) / 1000, self._pump_soon, machine)
             elif isinstance(action, Unchanged):
                 context = action.context
-                _settle(action.submission, replies.unchanged(context.member_count, context.version))
+                self._settle(action.submission, replies.unchanged(context.member_count, context.version))
             elif isinstance(action, LoadGroup):
                 self._start("load group", self._load_group(machine, action.key))
             elif isinstance(action, Prepare):
@@ -305,10 +302,10 @@ class WriterRole:
         if action.duplicate:
             metrics.DEDUP_HIT_TOTAL.inc()
         if isinstance(submission, Send):
-            _settle(submission, replies.send_ack(submission, action.message_id, action.conversation_seq))
+            self._settle(submission, replies.send_ack(submission, action.message_id, action.conversation_seq))
         else:
             metrics.MEMBERSHIP_VERSION_TOTAL.inc()
-            _settle(submission, replies.changed(submission, action.conversation_seq))
+            self._settle(submission, replies.changed(submission, action.conversation_seq))
 
     def _adopt(self, action: AdoptDek) -> None:
         """A key of another master key mends nothing: the retries end and the sender is told to come back."""
@@ -322,7 +319,16 @@ class WriterRole:
             metrics.RATE_LIMIT_HIT_TOTAL.labels(tenant=submission.tenant_id, dimension=refused.dimension).inc()
         elif refused.code is ErrorCode.CLOCK_UNSAFE:
             metrics.CLOCK_UNSAFE_TOTAL.inc()
-        _settle(submission, replies.refusal(submission, refused, random.random))
+        self._settle(submission, replies.refusal(submission, refused, random.random))
+
+    def _settle(self, submission: Submission, body: bytes) -> None:
+        """Answer, unless the caller is gone."""
+        self._unanswered -= 1
+        if not self._serving:
+            self._answered.set()
+        ticket: asyncio.Future[bytes] = submission.ticket
+        if not ticket.done():
+            ticket.set_result(body)
 
     # ---------------------------------------------------------------------------------------------- store calls
 
@@ -432,7 +438,7 @@ class WriterRole:
             if refused is not None:
                 self._refuse(create, refused)
             else:
-                _settle(create, replies.created(create, self._parameters.member_page_limit))
+                self._settle(create, replies.created(create, self._parameters.member_page_limit))
         self._perform(machine, machine.created(create))
         self._pump_soon(machine)
 
@@ -471,10 +477,3 @@ class WriterRole:
 
 def _new_ticket() -> asyncio.Future[bytes]:
     return asyncio.get_running_loop().create_future()
-
-
-def _settle(submission: Submission, body: bytes) -> None:
-    """Answer, unless the caller is gone."""
-    ticket: asyncio.Future[bytes] = submission.ticket
-    if not ticket.done():
-        ticket.set_result(body)

@@ -7,6 +7,7 @@ reads a body and never asks about single users. The cost is O(shards).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Final
 
 from qim.core import ids
@@ -18,6 +19,7 @@ EVENT_GROUP_ITEMS_MAX: Final = 8
 """`mailbox_event_group_max_items` (§6.7)."""
 EVENT_GROUP_BYTES_MAX: Final = 8 << 10
 """`mailbox_event_group_max_bytes` (§6.7)."""
+_DIRECT_CACHE_ENTRIES: Final = 1 << 15
 _RECORD_TAG: Final = b"\x4a"
 _ENTRY_OVERHEAD_BYTES: Final = REF_BYTES + ids.CLIENT_MESSAGE_ID_BYTES_MAX + 80
 """Ref, client_message_id and target fields: what an entry has beyond its record."""
@@ -52,13 +54,15 @@ class Source:
         return list(dict.fromkeys(user_id for event in self.record.events for user_id in event.user_ids))
 
 
-def direct_targets(source: Source, mailbox_shard_count: int, lane_count: int) -> dict[int, SnapshotRef]:
+@lru_cache(maxsize=_DIRECT_CACHE_ENTRIES)
+def direct_targets(
+    tenant_id: str, conversation_id: str, mailbox_shard_count: int, lane_count: int
+) -> Mapping[int, SnapshotRef]:
     """Shards of the two users of a single chat."""
-    record = source.record
     targets: dict[int, SnapshotRef] = {}
-    for user_id in ids.direct_members(record.conversation_id):
-        shard = ids.mailbox_shard_id(record.tenant_id, user_id, mailbox_shard_count)
-        lane_bit = 1 << ids.lane_id(record.tenant_id, user_id, lane_count)
+    for user_id in ids.direct_members(conversation_id):
+        shard = ids.mailbox_shard_id(tenant_id, user_id, mailbox_shard_count)
+        lane_bit = 1 << ids.lane_id(tenant_id, user_id, lane_count)
         known = targets.get(shard)
         targets[shard] = SnapshotRef(0, 1, lane_bit) if known is None else SnapshotRef(0, 2, known.lane_mask | lane_bit)
     return targets
@@ -74,16 +78,16 @@ def dispatches(
 ) -> list[tuple[int, bytes]]:
     """(mailbox shard, encoded GroupDispatch), part by part. `targets` are the shards of everybody meant by ALL; `slots`
     those of the subjects. A subject without a slot never was a member and gets nothing."""
-    parts = split_events(source)
-    if len(parts) == 1 and parts[0][0].audience_all:
+    events = source.record.events
+    if len(events) == 1 and events[0].audience_all:
         return [_encode(source, shard, 0, ref, source.packed) for shard, ref in targets.items()]
     made: list[tuple[int, bytes]] = []
-    for part, events in enumerate(parts):
-        if events[0].audience_all:
-            packed = _with_events(source, events)
+    for part, group in enumerate(split_events(source)):
+        if group[0].audience_all:
+            packed = _with_events(source, group)
             made += [_encode(source, shard, part, ref, packed) for shard, ref in targets.items()]
         else:
-            made += _named_dispatches(source, part, events, slots, mailbox_shard_count, lane_count)
+            made += _named_dispatches(source, part, group, slots, mailbox_shard_count, lane_count)
     return made
 
 

@@ -67,6 +67,7 @@ class _Partition:
         self._wake: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
+        self.idle.clear()
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -80,7 +81,6 @@ class _Partition:
             await self._wake
         finally:
             timer.cancel()
-            self.idle.clear()
             self._wake = None
 
 
@@ -252,7 +252,10 @@ class FanoutRole:
         targets: ShardTargets = {}
         slots: dict[str, int] = {}
         if version is None:
-            targets = direct_targets(source, settings.mailbox_shard_count, settings.lane_count)
+            record = source.record
+            targets = direct_targets(
+                record.tenant_id, record.conversation_id, settings.mailbox_shard_count, settings.lane_count
+            )
             slots = {} if source.is_for_all() else direct_slots(source)
         else:
             if source.is_for_all():

@@ -26,7 +26,7 @@ from qim.protocol.qim_pb2 import (
     OutboxRecord,
 )
 from qim.runtime.clock import Clock
-from qim.shard_workers.mailbox.expand import body_at_rest, split_entry
+from qim.shard_workers.mailbox.expand import encode_body_at_rest, split_entry
 from qim.stores.api import MessageStore
 
 log = get_logger(__name__)
@@ -149,7 +149,7 @@ class BodyReader:
             record.tenant_id, record.conversation_id, record.message_id, dek, record.inline_ciphertext,
             record.message_type, record.custom_type, record.schema_version,
         )  # fmt: skip
-        return self._remember(record.message_id, Body(fragment, body_at_rest(record).ByteSize()))
+        return self._remember(record.message_id, Body(fragment, len(encode_body_at_rest(record))))
 
     # ----------------------------------------------------------------------------------------------------------- pull
 
@@ -191,7 +191,7 @@ class BodyReader:
                 tenant_id, entry.conversation_id, message_id, self._loaded_dek(tenant_id, entry.dek_id),
                 entry.inline_ciphertext, entry.message_type, entry.custom_type, entry.schema_version,
             )  # fmt: skip
-            opened[message_id] = self._remember(message_id, Body(fragment, body_at_rest(entry).ByteSize()))
+            opened[message_id] = self._remember(message_id, Body(fragment, len(encode_body_at_rest(entry))))
         return opened
 
     # -------------------------------------------------------------------------------------------------------- records

@@ -62,7 +62,9 @@ class DirtySpreader:
         frames: dict[tuple[str, int], list[OnlineDevice]] = {}
         for device in due:
             del self._due[device.identity()]
-            if any(other is device for other in self._index.devices_of(device.tenant_id, device.user_id)):
+            # By identity: a session that was opened again under a new shard epoch is another object, same connection.
+            present = self._index.devices_of(device.tenant_id, device.user_id)
+            if any(other.identity() == device.identity() for other in present):
                 frames.setdefault((device.gateway, device.shard), []).append(device)
         for (gateway, shard), devices in frames.items():
             frame = MarkDirty(

@@ -7,6 +7,7 @@ common fragment at rest is `reference ‖ body at rest`, on the wire `reference 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from qim.core import ids
@@ -21,11 +22,14 @@ from qim.protocol.entry import (
     encode_own_ref,
     encode_ref,
 )
-from qim.protocol.qim_pb2 import DispatchEvent, Entry, GroupDispatch, OutboxRecord
+from qim.protocol.qim_pb2 import EVENT_CONTROL, DispatchEvent, Entry, GroupDispatch, OutboxRecord
 from qim.stores.api import Recipient
 
 MESSAGE_ID_AT: Final = 6
 """Where `message_id` lies in a common fragment: `80 01 <type> 8A 01 10 <16 bytes>`."""
+RECENT_MESSAGES_MAX: Final = 1024
+"""About 3 MB with inline bodies of the greatest size."""
+_DIRECT_CACHE_ENTRIES: Final = 1 << 15
 _MESSAGE_ID_TAG: Final = b"\x8a\x01\x10"
 _OWN_TAG: Final = 0x42
 
@@ -54,12 +58,15 @@ class Event:
         if not event.audience_all:
             floors = event.joined_at or [0] * len(event.user_ids)
             self.floors = dict(zip(event.user_ids, floors, strict=True))
-        mention = event.mention
-        self.at_all = mention.at_all
-        self.at_users = frozenset(mention.user_ids)
-        self.reply_to = mention.reply_to_user_id
-        self.plain = self.floors is None and not (self.at_all or self.at_users or self.reply_to)
+        self.at_all = False
+        self.at_users: frozenset[str] = frozenset()
+        self.reply_to = ""
+        self.plain = self.floors is None and not event.HasField("mention")
         """Every recipient but the sender gets the same flags, mention and floor."""
+        if event.HasField("mention"):
+            self.at_all = event.mention.at_all
+            self.at_users = frozenset(event.mention.user_ids)
+            self.reply_to = event.mention.reply_to_user_id
         self.origin_device_id = record.sender_device_id if self.ordinal == ORDINAL_CONTROL else ""
         """The device that caused a control event: it is not pushed back there (§9.7.2)."""
         self.reference = encode_reference(event, record)
@@ -81,41 +88,34 @@ class Dispatch:
     """A GroupDispatch at its log offset. `events` is filled on admission: a folded-over record needs none."""
 
     __slots__ = (
-        "offset", "shard", "dispatch_id", "bucket", "source", "fencing_epoch", "lane_mask", "snapshot_version",
-        "member_count", "tenant_id", "conversation_id", "conversation_seq", "message_id", "sender_id",
-        "created_at_ms", "direct", "record", "events", "event_count", "event_prefix",
+        "offset", "bucket", "source", "fencing_epoch", "lane_mask", "tenant_id", "conversation_id", "message_id",
+        "sender_id", "direct", "frame", "record", "events", "event_count", "event_prefix",
     )  # fmt: skip
 
     def __init__(self, offset: int, value: bytes) -> None:
         frame = GroupDispatch.FromString(value)
         record = frame.record
         self.offset = offset
-        self.shard: int = frame.target_mailbox_shard
-        self.dispatch_id: bytes = frame.dispatch_id
         self.bucket: int = frame.source_bucket
         self.source: tuple[int, int] = (frame.source_offset, frame.source_part)
         self.fencing_epoch: int = record.fencing_epoch
         self.lane_mask: int = frame.lane_mask
-        self.snapshot_version: int = frame.snapshot_version
-        self.member_count: int = frame.member_count
         self.tenant_id: str = record.tenant_id
         self.conversation_id: str = record.conversation_id
-        self.conversation_seq: int = record.conversation_seq
         self.message_id: bytes = record.message_id
         self.sender_id: str = record.sender_id
-        self.created_at_ms: int = record.created_at
         self.direct = self.conversation_id.startswith(ids.DIRECT_PREFIX)
+        self.frame = frame
         self.record: OutboxRecord = record
         self.events: Sequence[Event] = ()
         self.event_count = 1
         self.event_prefix = b""
 
-    def prepare(self) -> None:
+    def prepare(self, recent: RecentEvents) -> None:
         """Encode what all recipients share."""
-        at_rest = encode_body_at_rest(self.record)
-        self.events = [Event(event, self.record, at_rest) for event in self.record.events]
+        self.events = recent.of(self)
         self.event_count = len(self.events)
-        self.event_prefix = ids.event_id_prefix(self.tenant_id, self.dispatch_id)
+        self.event_prefix = ids.event_id_prefix(self.tenant_id, self.frame.dispatch_id)
 
     def recipients(self, mailbox_seq: int, members: Iterable[Member]) -> list[tuple[Recipient, Event]]:
         """The entries of some members, in the order of the members and then of the events."""
@@ -165,6 +165,30 @@ class Dispatch:
         return Recipient(user_id, event.ordinal, event_id, ref)
 
 
+class RecentEvents:
+    """Encoded events of the newest messages: the shards of one message meet here within milliseconds, and what they
+    share is the same for all of them unless an event names users."""
+
+    __slots__ = ("_recent",)
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[bytes, int], Sequence[Event]] = {}
+
+    def of(self, dispatch: Dispatch) -> Sequence[Event]:
+        key = (dispatch.message_id, dispatch.source[1])
+        events = self._recent.get(key)
+        if events is not None:
+            return events
+        record = dispatch.record
+        at_rest = encode_body_at_rest(record) if record.inline_body or not record.conversation_seq else b""
+        events = [Event(event, record, at_rest) for event in record.events]
+        if all(event.audience_all for event in events):
+            self._recent[key] = events
+            if len(self._recent) > RECENT_MESSAGES_MAX:
+                del self._recent[next(iter(self._recent))]
+        return events
+
+
 def encode_reference(event: DispatchEvent, record: OutboxRecord) -> bytes:
     """The reference part all recipients of an event share: fields 16 to 27 of Entry."""
     entry = Entry(
@@ -176,9 +200,8 @@ def encode_reference(event: DispatchEvent, record: OutboxRecord) -> bytes:
         sender_id=record.sender_id,
         created_at=record.created_at,
     )
-    if event.event_type == ORDINAL_CONTROL + 1:
+    if event.event_type == EVENT_CONTROL:
         entry.origin_device_id = record.sender_device_id
-    if event.target_conversation_seq:
         entry.target_message_id = event.target_message_id
         entry.target_conversation_seq = event.target_conversation_seq
         entry.target_sender_id = event.target_sender_id
@@ -186,25 +209,19 @@ def encode_reference(event: DispatchEvent, record: OutboxRecord) -> bytes:
     return entry.SerializeToString()
 
 
-def encode_body_at_rest(record: OutboxRecord) -> bytes:
-    """Fields 33 to 61 of Entry at rest: the inline body the writer decided on (ADR-0005), or nothing.
+def encode_body_at_rest(source: OutboxRecord | Entry) -> bytes:
+    """Fields 33 to 61 of Entry at rest: type, inline body (ADR-0005) and its key.
 
-    An announcement (conversation_seq 0) has no record to join, so its type travels in the entry.
+    `source` is the record an entry is made of, or a stored entry. Only a message with an inline body has them, and an
+    announcement (conversation_seq 0), which has no record to join.
     """
-    if not record.inline_body and record.conversation_seq:
-        return b""
-    return body_at_rest(record).SerializeToString()
-
-
-def body_at_rest(source: OutboxRecord | Entry) -> Entry:
-    """The body fields of an entry at rest alone, from the record it is made of or from a stored entry."""
     return Entry(
         message_type=source.message_type,
         custom_type=source.custom_type,
         schema_version=source.schema_version,
         inline_ciphertext=source.inline_ciphertext,
         dek_id=source.dek_id,
-    )
+    ).SerializeToString()
 
 
 def split_entry(entry: bytes) -> tuple[int, bytes]:
@@ -233,18 +250,22 @@ def subjects_by_lane(dispatch: Dispatch, lane_count: int) -> dict[int, list[Memb
     return by_lane
 
 
-def direct_by_lane(dispatch: Dispatch, lane_count: int, mailbox_shard_count: int) -> dict[int, list[Member]]:
-    """The users of a single chat whose mailbox is in the dispatch's shard, per lane."""
+@lru_cache(maxsize=_DIRECT_CACHE_ENTRIES)
+def direct_by_lane(
+    tenant_id: str, conversation_id: str, shard: int, lane_count: int, mailbox_shard_count: int
+) -> Mapping[int, Sequence[Member]]:
+    """The users of a single chat whose mailbox is in a shard, per lane."""
     by_lane: dict[int, list[Member]] = {}
-    tenant_id = dispatch.tenant_id
-    for slot, user_id in enumerate(ids.direct_members(dispatch.conversation_id)):
-        if ids.mailbox_shard_id(tenant_id, user_id, mailbox_shard_count) == dispatch.shard:
+    for slot, user_id in enumerate(ids.direct_members(conversation_id)):
+        if ids.mailbox_shard_id(tenant_id, user_id, mailbox_shard_count) == shard:
             by_lane.setdefault(ids.lane_id(tenant_id, user_id, lane_count), []).append(Member(slot, user_id))
     return by_lane
 
 
 def lanes_of(mask: int) -> list[int]:
     """Set bits, ascending."""
+    if mask & (mask - 1) == 0:
+        return [mask.bit_length() - 1] if mask else []
     lanes = []
     while mask:
         low = mask & -mask

@@ -112,18 +112,14 @@ class HistoryReader:
         return [_message(seq, record, opened[record.message_id], user_id) for seq, record in records]
 
 
-def visible_seqs(
-    intervals: Sequence[Interval], head: ConversationHead, anchor: int, *, newer: bool
-) -> Iterator[int]:
+def visible_seqs(intervals: Sequence[Interval], head: ConversationHead, anchor: int, *, newer: bool) -> Iterator[int]:
     """Sequences the member may read, from the anchor on; anchor 0 with `older` means the newest page."""
     low, high = head.earliest_available_conversation_seq, head.latest_conversation_seq
     if newer:
         low = max(low, anchor + 1)
     elif anchor:
         high = min(high, anchor)
-    spans = [
-        range(max(low, interval.joined_at + 1), min(high, interval.left_at - 1) + 1) for interval in intervals
-    ]
+    spans = [range(max(low, interval.joined_at + 1), min(high, interval.left_at - 1) + 1) for interval in intervals]
     if newer:
         for span in spans:
             yield from span

@@ -13,7 +13,7 @@ from typing import Final
 
 from qim.core.seq import LaneVector, log_offset_of, mailbox_seq
 from qim.registry.api import EpochBoundary, epoch_owning
-from qim.shard_workers.mailbox.expand import Dispatch, Member, lanes_of
+from qim.shard_workers.mailbox.expand import Dispatch, Member, RecentEvents, lanes_of
 from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
 from qim.shard_workers.mailbox.lanes import HoldChunk, LaneQueues, SubTask
 from qim.stores.api import AppendCall, ChunkAppend, ProgressRow, ShardState, Watermarks
@@ -49,12 +49,20 @@ class ShardMachine:
         "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
         "boundaries", "_own_start", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor", "_fold",
         "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
-        "_may_work",
+        "_may_work", "_recent", "_top",
     )  # fmt: skip
 
     def __init__(
-        self, shard: int, shard_epoch: int, *, lane_count: int, chunk_size: int, entries_max: int
+        self,
+        shard: int,
+        shard_epoch: int,
+        *,
+        lane_count: int,
+        chunk_size: int,
+        entries_max: int,
+        recent: RecentEvents | None = None,
     ) -> None:
+        """`recent` may be shared by the shards of a process."""
         self.shard = shard
         self.shard_epoch = shard_epoch
         self.lane_count = lane_count
@@ -74,6 +82,8 @@ class ShardMachine:
         self._chunk_size = chunk_size
         self._entries_max = entries_max
         self._sent = LaneVector.zero(lane_count)
+        self._top = 0
+        """No lane was sent beyond it."""
         self._floor: list[int] = [0] * lane_count
         self._fold = AdmissionFold()
         self._snapshots: deque[tuple[int, bytes]] = deque()
@@ -84,6 +94,7 @@ class ShardMachine:
         self._moved_ms: list[float] = [0.0] * lane_count
         self._waiting: dict[int, list[SubTask]] = {}
         self._may_work = False
+        self._recent = recent or RecentEvents()
 
     # ------------------------------------------------------------------------------------------ opening and reloading
 
@@ -117,6 +128,7 @@ class ShardMachine:
         self._stored_w = list(state.watermarks.values)
         self.acked = list(state.watermarks.values)
         self._sent = state.watermarks
+        self._top = max(state.watermarks.values)
         self._moved_ms = [now_ms] * self.lane_count
         floor = self.seq_of(self._takeover_high - 1)
         self._floor = [max(floor, told) for told in self.published]
@@ -153,7 +165,7 @@ class ShardMachine:
                 elif (task := self._replayed_task(dispatch, lane)) is not None:
                     tasks.append(task)
             if tasks:
-                dispatch.prepare()
+                dispatch.prepare(self._recent)
         if self._fold.next_offset % FOLD_SAVE_RECORDS == 0 and len(self._snapshots) < FOLD_SNAPSHOTS_MAX:
             self._snapshots.append((offset, self._fold.encode()))
         if self._fold.next_offset == self.high:
@@ -236,7 +248,7 @@ class ShardMachine:
             mailbox_seq=seq,
             tenant_id=dispatch.tenant_id,
             conversation_id=dispatch.conversation_id,
-            created_at_ms=dispatch.created_at_ms,
+            created_at_ms=dispatch.record.created_at,
             common=common,
             recipients=recipients,
         )
@@ -245,7 +257,11 @@ class ShardMachine:
         """W every lane may have once all chunks given so far are stored, and the sub-tasks passed by it."""
         sent = self._sent.values
         end = self.seq_of(self.next_offset - 1)
-        new = [end if end > value else value for value in sent]
+        if end >= self._top:
+            new = [end] * self.lane_count
+            self._top = end
+        else:
+            new = [end if end > value else value for value in sent]
         covered: list[SubTask] = []
         for lane_id in self.lanes.active():
             covered += self.lanes.pop_given(lane_id)

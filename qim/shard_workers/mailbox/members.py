@@ -56,7 +56,9 @@ class MemberDirectory:
         if not dispatch.events[0].audience_all:
             return _checked(dispatch, subjects_by_lane(dispatch, self._lane_count))
         if dispatch.direct:
-            return _checked(dispatch, direct_by_lane(dispatch, self._lane_count, self._mailbox_shard_count))
+            where = (dispatch.tenant_id, dispatch.conversation_id, dispatch.frame.target_mailbox_shard)
+            members = direct_by_lane(*where, self._lane_count, self._mailbox_shard_count)
+            return _checked(dispatch, members)
         key = self._key(dispatch)
         snapshot = self._cache.get(key)
         metrics.MEMBER_BITMAP_CACHE_TOTAL.labels(result="miss" if snapshot is None else "hit").inc()
@@ -90,7 +92,7 @@ class MemberDirectory:
 
     def _key(self, dispatch: Dispatch) -> _Key:
         group_id = ids.group_id_of(dispatch.conversation_id)
-        return dispatch.tenant_id, group_id, dispatch.snapshot_version, dispatch.shard
+        return dispatch.tenant_id, group_id, dispatch.frame.snapshot_version, dispatch.frame.target_mailbox_shard
 
     async def _read(self, key: _Key) -> LaneMembers:
         tenant_id, group_id, version, shard = key
@@ -131,5 +133,6 @@ def _checked(dispatch: Dispatch, members: LaneMembers) -> LaneMembers:
     try:
         check_members(dispatch, members)
     except ValueError as error:
-        raise StoreError(f"dispatch at offset {dispatch.offset} of shard {dispatch.shard}: {error}") from None
+        shard = dispatch.frame.target_mailbox_shard
+        raise StoreError(f"dispatch at offset {dispatch.offset} of shard {shard}: {error}") from None
     return members

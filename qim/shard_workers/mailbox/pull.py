@@ -50,10 +50,14 @@ class MailboxPuller:
     async def pull(self, reader: Reader, pull: PullMailbox, *, zero_cursor: bool) -> MailboxPullReply:
         """The batch, or CURSOR_INVALID / CURSOR_EXPIRED. StoreError when the store or a body cannot be read.
 
-        `up_to_seq` 0 means the current W (26.1.4). A session that started with a zero cursor is never expired.
+        `up_to_seq` 0 means the current W (26.1.4). One above W is answered as far as W, with more to come;
+        CURSOR_INVALID when nothing of it lies below W (26.1.3). A session that started with a zero cursor is never
+        expired.
         """
-        up_to_seq = pull.up_to_seq or reader.watermark
-        if up_to_seq > reader.watermark or pull.after_seq > up_to_seq or pull.acked_seq > reader.watermark:
+        asked_up_to_seq = pull.up_to_seq or reader.watermark
+        up_to_seq = min(asked_up_to_seq, reader.watermark)
+        is_beyond = asked_up_to_seq > up_to_seq and pull.after_seq >= up_to_seq
+        if is_beyond or pull.after_seq > up_to_seq or pull.acked_seq > reader.watermark:
             metrics.CURSOR_INVALID_TOTAL.inc()
             return MailboxPullReply(error=Error(code=CURSOR_INVALID))
         max_items = min(pull.max_items or PULL_ITEMS_MAX, PULL_ITEMS_MAX)
@@ -85,10 +89,11 @@ class MailboxPuller:
         )
         entries = [row.entry for row in page.rows[: cut.count]]
         bodies = await self._bodies.of_entries(reader.tenant_id, entries)
+        covered = cut.covered_through_seq
         return MailboxPullReply(
-            covered_through_seq=cut.covered_through_seq,
-            up_to_seq=up_to_seq,
-            batch=encode_batch(entries, bodies, cut.covered_through_seq, reader.watermark, has_more=cut.has_more),
+            covered_through_seq=covered,
+            up_to_seq=asked_up_to_seq,
+            batch=encode_batch(entries, bodies, covered, reader.watermark, has_more=covered != asked_up_to_seq),
         )
 
 

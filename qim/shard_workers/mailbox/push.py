@@ -68,7 +68,7 @@ class PushPump:
         on_missed: Callable[[Sequence[OnlineDevice]], None],
         on_gateway_missed: Callable[[str], None],
     ) -> None:
-        """`on_missed` is told of connections, `on_gateway_missed` of gateways that lost a push and need MAILBOX_DIRTY."""
+        """`on_missed` is told of connections, `on_gateway_missed` of gateways that lost a push: they need a mark."""
         self._backplane = backplane
         self._index = index
         self._bodies = bodies
@@ -156,7 +156,7 @@ class PushPump:
         if dispatch.direct:
             return Priority.SINGLE_CHAT
         # members are spread evenly over the shards, so this shard's share tells the size of the group
-        members = dispatch.member_count * self._mailbox_shard_count
+        members = dispatch.frame.member_count * self._mailbox_shard_count
         return Priority.SMALL_GROUP if members <= LARGE_GROUP_MEMBERS else Priority.LARGE_GROUP
 
     def _queue(self, gateway: str, priority: Priority, encoded: bytes, recipients: int) -> None:

@@ -156,9 +156,7 @@ class GatewayRequests:
             shard_epoch=machine.shard_epoch,
             issued_at_ms=self._clock.unix_ms(),
         )
-        position = Position(
-            scope=scope, lane_watermark=status.lane_watermark, effective_trim=status.effective_trim
-        )
+        position = Position(scope=scope, lane_watermark=status.lane_watermark, effective_trim=status.effective_trim)
         if not request.reopen:
             error = judge_cursor(request.cursor, position, machine.boundaries, self._cursor_key.reveal())
             if error is not None:

@@ -23,6 +23,7 @@ from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.shard_workers.mailbox.bodies import BodyCipher, BodyReader
 from qim.shard_workers.mailbox.calls import CallScheduler
 from qim.shard_workers.mailbox.dirty import SPREAD_MS, TICK_MS, DirtySpreader
+from qim.shard_workers.mailbox.expand import RecentEvents
 from qim.shard_workers.mailbox.history import HistoryReader
 from qim.shard_workers.mailbox.machine import ShardMachine
 from qim.shard_workers.mailbox.members import MemberDirectory
@@ -38,6 +39,7 @@ log = get_logger(__name__)
 
 PresentConnections = Callable[[], Iterable[tuple[str, PresenceEntry]]]
 """All live connections of all gateways: (gateway, entry)."""
+OBSERVE_INTERVAL_MS = 1000.0
 GATE_POLL_MS = 20.0
 """How often a test's chunk gate is asked again."""
 
@@ -189,6 +191,7 @@ class MailboxRole:
             on_lanes_missed=self._on_lanes_missed,
         )
         calls: dict[str, CallScheduler] = {}
+        recent = RecentEvents()
         for grant in grants:
             instance = self._instance_of(grant.shard_id)
             if instance not in calls:
@@ -201,6 +204,7 @@ class MailboxRole:
                 lane_count=settings.lane_count,
                 chunk_size=settings.append_chunk_members,
                 entries_max=settings.append_entries_max,
+                recent=recent,
             )
             self._shards[grant.shard_id] = ShardRunner(grant, machine, calls[instance], services)
 
@@ -285,8 +289,9 @@ class MailboxRole:
                 runner.pump()
 
     async def _report(self) -> None:
-        """Each 100 ms: due MAILBOX_DIRTY marks, the lag of every lane to the writers, stalls to the metrics."""
+        """Each 100 ms: due MAILBOX_DIRTY marks, the lag of every lane to the writers; each second stalled lanes."""
         interval_ms = min(self._settings.lag_report_interval_ms, TICK_MS)
+        observe_at_ms = 0.0
         epochs = {shard: runner.machine.shard_epoch for shard, runner in self._shards.items()}
         while True:
             await asyncio.sleep(interval_ms / 1000)
@@ -295,7 +300,9 @@ class MailboxRole:
             report = self._lag_report(now_ms).SerializeToString()
             for writer in self._owners.owners(LeaseKind.CONVERSATION_BUCKET):
                 self._backplane.notify(writer, InternalOpcode.LAG_REPORT, report)
-            self._observe_lanes(now_ms)
+            if now_ms >= observe_at_ms:
+                observe_at_ms = now_ms + OBSERVE_INTERVAL_MS
+                self._observe_lanes(now_ms)
 
     def _lag_report(self, now_ms: float) -> LagReport:
         report = LagReport(reporter=self.name, shards=list(self._shards))
@@ -311,7 +318,7 @@ class MailboxRole:
             metrics.LANE_REFUSED.labels(shard=shard).set(len(machine.refused))
             for lane in machine.lanes.active():
                 stall_ms = machine.stall_ms(lane, now_ms)
-                if stall_ms >= TICK_MS:
+                if stall_ms >= OBSERVE_INTERVAL_MS:
                     stalled.add((shard, lane))
                     metrics.LANE_WATERMARK_STALL_MS.labels(shard=shard, lane=lane).set(stall_ms)
         for shard, lane in self._stalled - stalled:

@@ -2,7 +2,10 @@
 
 Server CPU per entry is the budget; `append` therefore sends the shared part of the entries once, one key and one tail
 per recipient, and asks for the expiry of a day key or the registration of a conversation only the first time this
-connection meets it. Measured figures: `tests/bench/mailbox_append.py`.
+connection meets it. Measured on a busy 2-core machine where a bare pipelined ZADD of the same 313 bytes takes the
+server 2.2 µs: chunk of 100 members 3.7 µs per entry, of members never seen before 7.3; 100 dispatches with one
+recipient each 7.7 µs per entry; a call with one entry 25-29 µs. This process: 0.9 µs per entry of a chunk, 3.2 of
+single ones.
 """
 
 from __future__ import annotations

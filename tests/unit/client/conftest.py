@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.fake_server import FakeServer
+from tests.unit.client.devices import Device, Make
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +24,17 @@ async def server(tls_dir: Path) -> AsyncIterator[FakeServer]:
     await made.start()
     yield made
     await made.stop()
+
+
+@pytest.fixture
+async def device(server: FakeServer) -> AsyncIterator[Make]:
+    """Make devices; all are closed at the end."""
+    made: list[Device] = []
+
+    def make(**fields: Any) -> Device:
+        made.append(Device(server, **fields))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.client.close()

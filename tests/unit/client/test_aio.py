@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,8 @@ from qim.errors import ErrorCode
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import Opcode
 from tests.support.fake_server import FakeServer, Peer
+from tests.unit.client.devices import FAST, Make, drop, ignore, say
 from tests.unit.client.scene import DM
-from tests.unit.client.test_link import FAST, Device, Make, drop, ignore, say
-
-
-@pytest.fixture
-async def device(server: FakeServer) -> AsyncIterator[Make]:
-    made: list[Device] = []
-
-    def make(**fields: Any) -> Device:
-        made.append(Device(server, **fields))
-        return made[-1]
-
-    yield make
-    for one in made:
-        await one.client.close()
 
 
 def honest(*_: Any) -> bool:

@@ -102,9 +102,9 @@ def test_one_probe_at_a_time() -> None:
     beat.heartbeat.probe(beat.now_ms, 1)
     beat.heartbeat.probe(beat.now_ms, 1)
     assert beat.words() == ["probe"]
-    assert beat.heartbeat.probing()
     beat.pong()
-    assert not beat.heartbeat.probing()
+    beat.heartbeat.probe(beat.now_ms, 1)
+    assert beat.words() == ["probe"]
 
 
 def test_no_probe_without_a_connection() -> None:

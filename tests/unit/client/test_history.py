@@ -38,7 +38,7 @@ class Log:
             found = [seq for seq in there if seq > anchor]
             page, more = found[:limit], len(found) > limit
         else:
-            found = [seq for seq in there if seq <= anchor]
+            found = [seq for seq in there if seq <= (anchor or self.size)]
             page, more = found[-limit:], len(found) > limit
         messages = [
             pb.HistoryMessage(conversation_seq=seq, message_id=bytes(16), client_message_id=f"m{seq}") for seq in page
@@ -92,9 +92,9 @@ async def test_a_message_that_is_gone_is_asked_for_once(tasks: list[asyncio.Task
 async def test_a_look_through_reaches_the_newest_page(tasks: list[asyncio.Task[None]]) -> None:
     log = Log(90)
     reader = log.reader()
-    reader.look_through(DM, 20)
+    reader.look_through(DM)
     await settle(reader, tasks)
-    assert log.asked == [(pb.OLDER, 20), (pb.OLDER, 90)]
+    assert log.asked == [(pb.OLDER, 0)]
     (own,) = log.looked
     assert own is not None
     assert set(own) == {f"m{seq}" for seq in range(41, 91)}
@@ -104,7 +104,7 @@ async def test_a_look_through_that_cannot_be_answered_says_so(tasks: list[asynci
     log = Log(90)
     log.broken = 1
     reader = log.reader()
-    reader.look_through(DM, 0)
+    reader.look_through(DM)
     await settle(reader, tasks)
     assert log.looked == [None]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,99 +12,13 @@ from typing import Any
 import pytest
 
 from qim.client.actions import Cursor
-from qim.client.aio import Client
-from qim.client.events import ClientClosed, ClientEvent, MessageReceived, StateChanged
-from qim.client.heartbeat import HeartbeatOptions
-from qim.client.link import ClientOptions, TokenProvider
-from qim.client.pending import SendOptions
-from qim.client.store import LocalStore
+from qim.client.events import ClientClosed
 from qim.errors import ErrorCode
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import Opcode
 from tests.support.fake_server import EPOCH, FakeServer, Peer
+from tests.unit.client.devices import FAST, Make, drop, say
 from tests.unit.client.scene import DM
-
-FAST = ClientOptions(
-    reconnect_scale=0.01,
-    history_spacing_ms=1,
-    resync_min_interval_ms=0,
-    commit_interval_ms=1,
-    heartbeat=HeartbeatOptions(probe_timeout_ms=60),
-    send=SendOptions(send_ack_timeout_ms=60),
-)
-
-
-class Device:
-    """A client with its events."""
-
-    def __init__(
-        self, server: FakeServer, *, path: Path | str = ":memory:", options: ClientOptions = FAST,
-        token: str | TokenProvider = "token",
-    ) -> None:  # fmt: skip
-        self.events: list[ClientEvent] = []
-        self.client = Client(
-            "127.0.0.1",
-            server.port,
-            tenant_id="t",
-            user_id="alice",
-            device_id="phone",
-            token=token,
-            store=LocalStore(path),
-            ssl_context=server.client_context,
-            options=options,
-            on_event=self.events.append,
-        )
-
-    async def live(self) -> Client:
-        self.client.start()
-        await self.client.wait_ready(5_000)
-        return self.client
-
-    def texts(self) -> list[str]:
-        return [row.payload.decode() for row in self.client.store.messages(DM)]
-
-    def received(self) -> list[str]:
-        return [event.row.payload.decode() for event in self.events if isinstance(event, MessageReceived)]
-
-    def states(self) -> list[tuple[str, str]]:
-        return [(event.state, event.reason) for event in self.events if isinstance(event, StateChanged)]
-
-
-Make = Callable[..., Device]
-
-
-@pytest.fixture
-async def device(server: FakeServer) -> AsyncIterator[Make]:
-    made: list[Device] = []
-
-    def make(**fields: Any) -> Device:
-        made.append(Device(server, **fields))
-        return made[-1]
-
-    yield make
-    for one in made:
-        await one.client.close()
-
-
-def say(code: ErrorCode, **fields: Any) -> Callable[[Peer, int, Any], bool]:
-    """Answer one frame with this error."""
-
-    def script(peer: Peer, request_id: int, _: Any) -> bool:
-        peer.error(code, request_id, **fields)
-        return True
-
-    return script
-
-
-def drop(peer: Peer, *_: Any) -> bool:
-    """Answer one frame with a reset."""
-    peer.reset()
-    return True
-
-
-def ignore(*_: Any) -> bool:
-    """Answer one frame with silence."""
-    return True
 
 
 async def test_login_pulls_the_backlog_in_pages_and_goes_live(server: FakeServer, device: Make) -> None:
@@ -161,9 +74,14 @@ async def test_dirty_pulls_what_was_dropped_before_it_shows_more(server: FakeSer
     assert one.received() == ["dropped", "staged"]
 
 
+def dirty_pong(peer: Peer, request_id: int, ping: Any) -> bool:
+    peer.server.pong(peer, request_id, ping, dirty=True)
+    return True
+
+
 async def test_pong_tells_of_dropped_pushes(server: FakeServer, device: Make) -> None:
     server.ping_interval_ms = 20
-    server.script[Opcode.PING].append(lambda peer, rid, ping: server.pong(peer, rid, ping, dirty=True) or True)
+    server.script[Opcode.PING].append(dirty_pong)
     one = device()
     client = await one.live()
     server.entry(DM, "dropped")
@@ -222,16 +140,15 @@ async def test_expired_cursor_fills_the_gap_from_history(server: FakeServer, dev
 
 async def test_a_missing_body_is_read_from_history(server: FakeServer, device: Make) -> None:
     made = server.entry(DM, "body")
-    server.mailbox[-1] = pb.Entry()
-    server.mailbox[-1].CopyFrom(made)
-    server.mailbox[-1].body_included = False
-    server.mailbox[-1].payload_or_ciphertext = b""
+    bare = pb.Entry()
+    bare.CopyFrom(made)
+    bare.body_included = False
+    bare.payload_or_ciphertext = b""
+    server.mailbox[-1] = bare
     one = device()
     client = await one.live()
-    await client._request(Opcode.PULL_HISTORY, pb.PullHistory(conversation_id=DM), pb.HistoryBatch)
-    await server.until(lambda: len(server.peer.bodies(Opcode.PULL_HISTORY)) == 2)
-    await client.resync(5_000)
-    assert one.texts() == ["body"]
+    await client._wait(lambda: one.texts() == ["body"], 3_000)
+    assert len(server.peer.bodies(Opcode.PULL_HISTORY)) == 1
 
 
 async def test_a_reset_is_followed_by_another_login(server: FakeServer, device: Make) -> None:
@@ -239,8 +156,8 @@ async def test_a_reset_is_followed_by_another_login(server: FakeServer, device: 
     client = await one.live()
     server.peer.reset()
     server.entry(DM, "meanwhile")
-    await client._wait(lambda: "meanwhile" in one.received(), 5_000)
-    assert client.connects == 2
+    await client._wait(lambda: client.live and client.connects == 2, 5_000)
+    assert one.received() == ["meanwhile"]
     assert [state for state, _ in one.states()] == ["connecting", "online", "offline", "connecting", "online"]
 
 
@@ -367,7 +284,8 @@ async def test_the_server_is_not_there_yet(server: FakeServer, device: Make) -> 
     await server.stop()
     one = device()
     one.client.start()
-    await one.client._wait(lambda: len(one.states()) > 3, 5_000)
+    while len(one.states()) < 4:
+        await asyncio.sleep(0.001)
     await server.start()
     await one.client.wait_ready(5_000)
 
@@ -384,6 +302,7 @@ async def test_an_incomplete_sync_is_pulled_again(server: FakeServer, device: Ma
 async def test_a_link_that_breaks_in_the_middle_of_a_sync_loses_nothing(server: FakeServer, device: Make) -> None:
     for number in range(20):
         server.entry(DM, f"m{number}")
+    server.hint = 1
     server.script[Opcode.PULL_MAILBOX] += [lambda *_: False, drop, lambda *_: False, drop]
     one = device(options=replace(FAST, pull_max_items=4))
     await one.live()

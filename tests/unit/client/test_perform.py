@@ -126,7 +126,7 @@ async def test_replies_find_their_request(stage: Stage) -> None:
 
 
 async def test_counts_and_marks(stage: Stage) -> None:
-    assert stage.do([Ready(first_login=True), PullFinished(covered_through_seq=5)]) is None
+    assert stage.do([Ready(), PullFinished(covered_through_seq=5)]) is None
     assert (stage.performer.logins, stage.performer.finished_pulls) == (1, 1)
     assert stage.events == [StateChanged(state="online")]
     stage.do([PreferEndpoint(endpoint="h:1")])

@@ -161,9 +161,3 @@ def test_the_tables_of_the_contract_are_there(tmp_path: Path) -> None:
         "local_message", "local_pending", "local_conversation", "local_cursor", "local_dedup", "local_media_cache",
         "local_meta",
     }  # fmt: skip
-
-
-def test_has_message(store: LocalStore) -> None:
-    store.apply([row_from_entry(entry(10))], [], None)
-    assert store.has_message(DM, 10)
-    assert not store.has_message(DM, 11)

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from qim.client.wire import WireConnection, connect
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import Opcode
 from qim.protocol.reader import Frame
-from tests.support.fake_server import FakeServer
+from tests.support.fake_server import FakeServer, Peer
 
 
 class Wire:
@@ -70,15 +71,21 @@ async def test_frames_of_one_turn_arrive_together_and_in_order(wire: Wire) -> No
 
 
 async def test_a_frame_larger_than_the_receive_buffer(wire: Wire) -> None:
-    wire.server.script[Opcode.PING].append(
-        lambda peer, request_id, _: peer.send(Opcode.ERROR, pb.Error(detail="x" * 700_000), request_id) or True
-    )
+    def answer(peer: Peer, request_id: int, _: Any) -> bool:
+        peer.send(Opcode.ERROR, pb.Error(detail="x" * 700_000), request_id)
+        return True
+
+    wire.server.script[Opcode.PING].append(answer)
     wire.connection.request(Opcode.PING, pb.Ping(), 1)
     assert len(pb.Error.FromString((await wire.frame()).body).detail) == 700_000
 
 
 async def test_garbage_ends_the_connection(wire: Wire) -> None:
-    wire.server.script[Opcode.PING].append(lambda peer, *_: peer._writer.write(b"HTTP/1.1 400") or True)
+    def answer(peer: Peer, *_: Any) -> bool:
+        peer._writer.write(b"HTTP/1.1 400")
+        return True
+
+    wire.server.script[Opcode.PING].append(answer)
     wire.connection.request(Opcode.PING, pb.Ping(), 1)
     assert str(await asyncio.wait_for(wire.closed, 5)) == "wrong magic"
 
@@ -99,6 +106,36 @@ async def test_abort_is_a_reset_and_writes_nothing(server: FakeServer) -> None:
     wire.connection.send(Opcode.PING, b"", 2)
     await asyncio.wait_for(wire.closed, 5)
     assert server.peer.seen == []
+
+
+async def test_plain_asyncio_transports_serve_as_well(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qim.client.wire.aiofastnet", None)
+    wire = await Wire(server).open()
+    wire.connection.request(Opcode.PING, pb.Ping(ping_id=5), 9)
+    assert (await wire.frame()).request_id == 9
+    wire.connection.abort()
+    await wire.closed
+
+
+async def test_a_cancelled_connect_leaves_nothing_open(server: FakeServer) -> None:
+    for turns in range(12):
+        opening = asyncio.create_task(Wire(server).open())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        for opened in await asyncio.gather(opening, return_exceptions=True):
+            if isinstance(opened, Wire):
+                opened.connection.abort()
+            else:
+                assert isinstance(opened, asyncio.CancelledError)
+
+
+async def test_nobody_listens() -> None:
+    with pytest.raises(OSError):
+        await connect(
+            "127.0.0.1", 1, ssl_context=ssl.create_default_context(), server_name="x", on_frame=print, on_closed=print,
+            timeout_ms=1_000,
+        )  # fmt: skip
 
 
 async def test_a_name_the_certificate_does_not_have_is_refused(server: FakeServer) -> None:

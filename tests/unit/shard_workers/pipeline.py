@@ -156,12 +156,16 @@ class Gateway:
 class Pipeline:
     """One fan-out and one mailbox worker unless `start` is told otherwise; the stores outlive them."""
 
-    def __init__(self, *, lane_count: int = LANES, chunk_gate: ChunkGate | None = None, chunk_members: int = 100) -> None:
+    def __init__(
+        self, *, lane_count: int = LANES, chunk_gate: ChunkGate | None = None, chunk_members: int = 100
+    ) -> None:
         self.clock = SystemClock()
         self.hub = Hub()
         self.messages = MemoryMessageStore()
         self.registry = MemoryShardRegistry()
-        self.checkpoints = MemoryCheckpointStore(LogIdentity(cluster_id="c", topic_id="outbox", partition_count=BUCKETS))
+        self.checkpoints = MemoryCheckpointStore(
+            LogIdentity(cluster_id="c", topic_id="outbox", partition_count=BUCKETS)
+        )
         self.outbox = MemoryCommitLog(
             LogIdentity(cluster_id="c", topic_id="outbox", partition_count=BUCKETS), records_of=self.messages.outbox
         )

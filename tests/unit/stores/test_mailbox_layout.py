@@ -48,7 +48,8 @@ def test_eight_days_back_and_one_ahead_are_probed() -> None:
     ("bad", "text"),
     [
         (call(item(index=1)), "chunk 1 of 1"),
-        (call(item(recipients=1025)), "1025 entries"),
+        (call(item(recipients=16_385)), "1 items with 16385 entries"),
+        (call(*[item(recipients=0)] * 1025), "1025 items with 0 entries"),
         (call(fold=b"f", c=0), "moves W"),
         (call(moves=(LaneVector((5, 5)), LaneVector((6, 4)))), "go back"),
         (call(moves=(ZERO, LaneVector((0, mailbox_seq(1, 9)))), fold=b"f", c=0), "least W"),

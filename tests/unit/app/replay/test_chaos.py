@@ -48,7 +48,7 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def chaos(probe: ScriptedProbe, traffic: ScriptedTraffic, victim: subprocess.Popen[bytes]) -> Chaos:
-    return Chaos(cast(BacklogProbe, probe), traffic, SystemClock(), lambda _: victim.pid)
+    return Chaos(cast(BacklogProbe, probe), traffic, SystemClock(), lambda _: victim.pid, started_ms=0)
 
 
 async def test_the_kill_waits_until_something_is_in_flight(victim: subprocess.Popen[bytes]) -> None:

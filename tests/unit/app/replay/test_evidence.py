@@ -113,8 +113,8 @@ SWAP = (
     "UPDATE local_message SET timeline_anchor_seq = 4 WHERE conversation_seq = 5",
     "UPDATE local_message SET timeline_anchor_seq = 5 WHERE timeline_anchor_seq = 99",
 )
-LEAK = f"""INSERT INTO local_message SELECT conversation_id, 2, event_ordinal, x'{row(2).message_id.hex()}', 2, event_id,
-mailbox_seq, sender_id, created_at_ms, last_activity_id, flags, mention_type, client_message_id, message_type,
+LEAK = f"""INSERT INTO local_message SELECT conversation_id, 2, event_ordinal, x'{row(2).message_id.hex()}', 2,
+event_id, mailbox_seq, sender_id, created_at_ms, last_activity_id, flags, mention_type, client_message_id, message_type,
 custom_type, schema_version, CAST('text 2' AS BLOB), media, body_included, state
 FROM local_message WHERE conversation_seq = 3"""
 PLANTED = {

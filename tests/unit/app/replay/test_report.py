@@ -22,7 +22,9 @@ CLEAN = DayReport(
     findings=[],
     notes=["rate limits lifted for tenant replay"],
 )
-KILL = Kill(role="writer", process="writer-1", unacknowledged_sends=3, dispatches_above_w=2, recovery_ms=210.0)
+KILL = Kill(
+    role="writer", process="writer-1", unacknowledged_sends=3, dispatches_above_w=2, at_s=1.5, recovery_ms=210.0
+)
 
 
 def test_a_clean_run_passes_and_shows_every_count() -> None:

@@ -8,11 +8,15 @@ import pytest
 
 from qim.config.parameters import default_parameters
 from qim.protocol.qim_pb2 import (
+    COMPLIANCE_HOLD,
+    EPHEMERAL_24H,
     MESSAGE_TYPE_CONTROL,
     MESSAGE_TYPE_CUSTOM,
     MESSAGE_TYPE_IMAGE,
     MESSAGE_TYPE_TEXT,
     MESSAGE_TYPE_UNSPECIFIED,
+    RETENTION_CLASS_UNSPECIFIED,
+    TENANT_CUSTOM,
     MediaMetadata,
     MentionTargets,
     MessageType,
@@ -121,4 +125,9 @@ def test_a_text_is_previewed_by_its_beginning_and_media_by_a_word() -> None:
     [(2, 600, True), (13, 600, True), (14, 600, False), (2, 2048, True), (2, 2049, False), (4, 2048, True)],
 )
 def test_the_inline_rule(members: int, body_bytes: int, inline: bool) -> None:
-    assert may_inline(members, body_bytes, LIMITS) is inline
+    assert may_inline(members, body_bytes, RETENTION_CLASS_UNSPECIFIED, LIMITS) is inline
+
+
+@pytest.mark.parametrize("retention_class", [EPHEMERAL_24H, COMPLIANCE_HOLD, TENANT_CUSTOM])
+def test_only_the_default_retention_class_is_inlined(retention_class: int) -> None:
+    assert not may_inline(2, 1, retention_class, LIMITS)

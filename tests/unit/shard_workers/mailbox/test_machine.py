@@ -223,9 +223,7 @@ def test_a_reload_serves_a_lane_only_when_w_is_back_at_what_was_published() -> N
 
 def test_a_reload_names_the_lanes_that_moved_without_an_answer() -> None:
     machine = fresh()
-    moved = ShardState(
-        watermarks=LaneVector((mailbox_seq(1, 0), 0, 0, 0)), fold=b"", fold_offset=-1, stored_epoch=1
-    )
+    moved = ShardState(watermarks=LaneVector((mailbox_seq(1, 0), 0, 0, 0)), fold=b"", fold_offset=-1, stored_epoch=1)
     assert machine.restore(moved, {(0, 0): ProgressRow(chunk_size=3, chunk_count=1, done=1)}, 1, 0) == [0]
 
 
@@ -326,8 +324,15 @@ class World:
             for row in run(
                 self.store.range_scan(
                     RangeRequest(
-                        tenant_id=TENANT, user_id=user, shard=0, shard_epoch=self.epoch, lane=lane_of(user),
-                        after_seq=0, up_to_seq=(1 << 63) - 1, max_items=10_000, max_bytes=1 << 30,
+                        tenant_id=TENANT,
+                        user_id=user,
+                        shard=0,
+                        shard_epoch=self.epoch,
+                        lane=lane_of(user),
+                        after_seq=0,
+                        up_to_seq=(1 << 63) - 1,
+                        max_items=10_000,
+                        max_bytes=1 << 30,
                     )  # fmt: skip
                 )
             ).rows
@@ -340,9 +345,7 @@ class World:
             self.troubles["takeover"] += 1
             self.take_over()
         elif chance < 0.35 and machine.next_offset < len(self.log):
-            self.waiting.append(
-                admit(machine, self.log[machine.next_offset], members=self.chance.random() < 0.7)
-            )
+            self.waiting.append(admit(machine, self.log[machine.next_offset], members=self.chance.random() < 0.7))
         elif chance < 0.5 and self.waiting:
             know(machine, self.waiting.pop(self.chance.randrange(len(self.waiting))))
         elif chance < 0.75 and len(self.in_flight) < 2:

@@ -214,7 +214,9 @@ async def test_an_instance_that_lost_its_last_second_is_filled_again(world: Pipe
 async def test_a_lane_behind_a_held_chunk_shows_nothing_beyond_it() -> None:
     """26.1.3: the entries behind the held dispatch are stored, and stay out of sight."""
     held: set[int] = {3}
-    world = Pipeline(chunk_gate=lambda shard, lane, offset: lane == ids.lane_id(TENANT, "bob", LANES) and offset in held)
+    world = Pipeline(
+        chunk_gate=lambda shard, lane, offset: lane == ids.lane_id(TENANT, "bob", LANES) and offset in held
+    )
     await world.start_fanout()
     await world.start_mailbox()
     await serving(world)

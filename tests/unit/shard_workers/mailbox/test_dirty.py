@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import asyncio
+
+from qim.shard_workers.mailbox.dirty import RETRY_MS, SPREAD_MS, DirtySpreader
+from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
+from tests.unit.shard_workers.pipeline import Gateway, Hub
+
+
+class Scene:
+    def __init__(self, devices: int = 1) -> None:
+        self.hub = Hub()
+        self.backplane = self.hub.backplane("mailbox-0")
+        self.gateway = Gateway("gateway-0")
+        self.gateway.attach(self.hub.backplane("gateway-0"))
+        self.index = OnlineIndex()
+        self.devices = [
+            OnlineDevice(
+                "t", f"u{n}", "d", gateway="gateway-0", connection_id=n, session_epoch=1, shard=n % 2, lane=0
+            )
+            for n in range(devices)
+        ]
+        for device in self.devices:
+            self.index.open(device)
+        self.dirty = DirtySpreader(self.backplane, self.index)
+        self.backplane.connect("gateway-0")
+
+    def sent(self, now_ms: float) -> int:
+        """Marks sent by a tick."""
+        before = len(self.dirty)
+        self.dirty.tick(now_ms, {0: 7, 1: 8})
+        return before - len(self.dirty)
+
+
+async def test_a_mark_is_sent_once_with_the_epoch_of_its_shard() -> None:
+    scene = Scene(2)
+    scene.dirty.mark(scene.devices, 0)
+    scene.dirty.mark(scene.devices, 0)
+    assert scene.sent(0) == 2
+    assert scene.sent(1000) == 0
+    await asyncio.sleep(0)
+    assert {(frame.shard, frame.shard_epoch) for frame in scene.gateway.dirty} == {(0, 7), (1, 8)}
+
+
+async def test_many_marks_are_spread() -> None:
+    scene = Scene(200)
+    scene.dirty.mark(scene.devices, 0, spread_ms=SPREAD_MS)
+    early = scene.sent(SPREAD_MS / 2)
+    assert 50 < early < 150
+    assert scene.sent(SPREAD_MS) == 200 - early
+
+
+async def test_a_mark_waits_for_a_link_and_dies_with_its_connection() -> None:
+    scene = Scene(2)
+    scene.hub.down.add("gateway-0")
+    scene.dirty.mark(scene.devices, 0)
+    assert scene.sent(0) == 0
+    scene.index.close("t", "u0", "gateway-0", 0)
+    scene.hub.down.clear()
+    assert scene.sent(RETRY_MS) == 2
+    assert len(scene.dirty) == 0
+
+
+async def test_a_dropped_frame_marks_every_connection_of_its_gateway() -> None:
+    scene = Scene(3)
+    scene.dirty.gateway_missed("gateway-0")
+    now = scene.sent(0)
+    later = scene.sent(SPREAD_MS)
+    await asyncio.sleep(0)
+    assert scene.gateway.dirty_connections() == {0, 1, 2}
+    assert now + later <= 3
+
+
+async def test_a_link_that_comes_back_marks_everybody_and_a_dead_one_nobody() -> None:
+    scene = Scene(3)
+    scene.dirty.link_changed("gateway-0", False, 0)
+    scene.dirty.gateway_missed("gateway-0")
+    scene.dirty.tick(0, {})
+    assert len(scene.dirty) == 0
+    scene.dirty.link_changed("gateway-0", True, 0)
+    assert len(scene.dirty) == 3
+    assert scene.sent(SPREAD_MS) == 3
