@@ -207,19 +207,24 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     # -------------------------------------------------------------------------------------------------- sending
 
-    def push_event(self, mailbox_seq: int, ref: bytes, common: bytes) -> None:
-        """PUSH_EVENTS of one entry; the body is shared by all recipients and never copied before the write."""
-        last = self.last_pushed_user_seq
-        if mailbox_seq > last:
-            last = mailbox_seq
+    def push_event(self, mailbox_seq: int, parts: Parts) -> None:
+        """PUSH_EVENTS of one entry; its body is shared by all recipients and never copied before the write.
+
+        `parts` are those of `push_frame_parts` for `mailbox_seq`; only a connection that was pushed more already needs
+        another head.
+        """
+        if mailbox_seq < self.last_pushed_user_seq:
+            parts = push_frame_parts(self.last_pushed_user_seq, parts[1], parts[2])
+            mailbox_seq = self.last_pushed_user_seq
         if self._room_bytes > 0:
-            self._room_bytes -= len(common) + PUSH_HEAD_BYTES
-            self._parts += push_frame_parts(last, ref, common)
-            self.last_pushed_user_seq = last
+            self._room_bytes -= len(parts[2]) + PUSH_HEAD_BYTES
+            self._parts += parts
+            self.last_pushed_user_seq = mailbox_seq
             if not self._scheduled:
-                self._schedule()
-        elif self._enqueue(STREAM_REALTIME, push_frame_parts(last, ref, common), droppable=True):
-            self.last_pushed_user_seq = last
+                self._scheduled = True
+                self._writer.add(self)
+        elif self._enqueue(STREAM_REALTIME, parts, droppable=True):
+            self.last_pushed_user_seq = mailbox_seq
 
     def reply(self, opcode: Opcode, body: bytes, request_id: int = 0) -> None:
         """One frame on its stream."""

@@ -14,6 +14,7 @@ from qim.gateway.machine import Event, Step
 from qim.gateway.requests import Requests
 from qim.gateway.sessions import Sessions
 from qim.obs import metrics
+from qim.protocol.entry import push_frame_parts
 from qim.protocol.opcodes import Opcode
 from qim.protocol.qim_pb2 import Ping, Pong, SyncComplete
 from qim.protocol.reader import Frame
@@ -110,7 +111,7 @@ class FrameRouter:
         connection.machine.on_event(Event.BARRIER_LIFTED)
         connection.reply(Opcode.ONLINE_READY, b"", frame.request_id)
         for push in barrier.release():
-            connection.push_event(push.mailbox_seq, push.ref, push.common)
+            connection.push_event(push.mailbox_seq, push_frame_parts(*push))
         if connection.dirty.dirty:
             connection.tell_dirty()
         backlog = "yes" if barrier.has_offline else "no"

@@ -11,6 +11,7 @@ from qim.gateway.sync import HeldPush
 from qim.gateway.table import ConnectionTable
 from qim.obs import metrics
 from qim.obs.logs import get_logger
+from qim.protocol.entry import push_frame_parts
 from qim.protocol.internal import PushRows, decode_push_rows
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty, PresenceStale
@@ -45,13 +46,18 @@ class PushDelivery:
     def _deliver(self, peer: str, batch: PushRows) -> None:
         find = self._table.by_id.get
         common = batch.common
+        head, head_seq, head_ref_bytes = b"", -1, 0
         for user_key, connection_id, epoch, mailbox_seq, ref in batch.rows:
             connection = find(connection_id)
             session = connection.session if connection is not None else None
             if connection is None or session is None or session.epoch != epoch or session.user_key != user_key:
                 self._stale(peer, batch.tenant_id, connection_id, epoch, session)
             elif connection.barrier is None:
-                connection.push_event(mailbox_seq, ref, common)
+                if mailbox_seq != head_seq or len(ref) != head_ref_bytes:
+                    # recipients of one dispatch share mailbox_seq, so nearly all of them share the head
+                    head = push_frame_parts(mailbox_seq, ref, common)[0]
+                    head_seq, head_ref_bytes = mailbox_seq, len(ref)
+                connection.push_event(mailbox_seq, (head, ref, common))
             else:
                 self._hold(connection, HeldPush(mailbox_seq, ref, common))
         metrics.PUSH_BATCH_RECIPIENTS.observe(len(batch.rows))

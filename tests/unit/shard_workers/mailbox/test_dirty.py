@@ -15,9 +15,7 @@ class Scene:
         self.gateway.attach(self.hub.backplane("gateway-0"))
         self.index = OnlineIndex()
         self.devices = [
-            OnlineDevice(
-                "t", f"u{n}", "d", gateway="gateway-0", connection_id=n, session_epoch=1, shard=n % 2, lane=0
-            )
+            OnlineDevice("t", f"u{n}", "d", gateway="gateway-0", connection_id=n, session_epoch=1, shard=n % 2, lane=0)
             for n in range(devices)
         ]
         for device in self.devices:
