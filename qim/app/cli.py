@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Every command with its help; a parsed command has its function in `run`."""
     parser = argparse.ArgumentParser(
         prog="qim", description=_OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -87,7 +87,7 @@ class Session:
 
     __slots__ = (
         "tenant_id", "user_id", "device_id", "user_key", "epoch", "shard", "shard_epoch", "presence_slot",
-        "submit_prefix", "limits_lifted", "opened_at_mailbox",
+        "submit_prefix", "limits_lifted", "opened_at_mailbox", "zero_cursor",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +116,8 @@ class Session:
         self.limits_lifted = limits_lifted
         self.opened_at_mailbox = False
         """An OPEN was sent: the MailboxNode must be told when the session ends."""
+        self.zero_cursor = False
+        """It logged in without a position: none of its pulls is CURSOR_EXPIRED (§9.6.1)."""
 
 
 class ClientConnection(asyncio.BufferedProtocol):
@@ -326,15 +328,17 @@ class ClientConnection(asyncio.BufferedProtocol):
         return True
 
     def _take_queued(self, parts: list[bytes]) -> None:
-        """Add what waited to this tick's write, while the peer keeps up; once all of it went, frames pass by again."""
+        """Add what waited to this tick's write, while the peer keeps up; once all of it went, frames pass by again.
+
+        An empty queue is below the low watermark, so a degraded connection recovers with it (§11.3.1).
+        """
         queue = self._queue
         if queue is None or self._paused:
             return
-        if queue.queued_frames:
-            parts += queue.take(self._limits.quantum_bytes)
+        parts += queue.take(self._limits.quantum_bytes)
         if queue.queued_frames:
             self._schedule()
-        elif not queue.degraded:
+        else:
             self._queue = None
             self._room_bytes = self._limits.quantum_bytes
 

@@ -199,8 +199,10 @@ class Sessions:
     ) -> None:
         assert connection.barrier is not None
         cursor = auth.mailbox_cursor
+        last_applied_seq = cursor.last_applied_mailbox_seq if cursor.token else 0
+        session.zero_cursor = last_applied_seq == 0
         connection.barrier.open(
-            last_applied_seq=cursor.last_applied_mailbox_seq if cursor.token else 0,
+            last_applied_seq=last_applied_seq,
             sync_to_seq=reply.lane_watermark,
             has_offline=reply.has_offline,
         )

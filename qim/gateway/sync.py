@@ -104,17 +104,16 @@ class QueuedPull(NamedTuple):
 
 
 class PullWindow:
-    """At most `window` pulls in flight, `queue_max` waiting; fallback pulls once per interval."""
+    """At most `window` pulls in flight, `queue_max` waiting; fallback pulls once per interval.
+
+    A pull to the current watermark is a fallback unless something calls for it: the login, a dirty mailbox, a push that
+    no such pull has reached yet, a batch that had more (§15.1.1).
+    """
 
     __slots__ = (
-        "_window",
-        "_queue_max",
-        "_resync_interval_ms",
-        "_in_flight",
-        "_queue",
-        "_resync_after_ms",
-        "_continue",
-    )
+        "_continue_seq", "_in_flight", "_queue", "_queue_max", "_reached_seq", "_resync_after_ms",
+        "_resync_interval_ms", "_window",
+    )  # fmt: skip
 
     def __init__(self, *, window: int, queue_max: int, resync_interval_ms: int) -> None:
         self._window = window
@@ -123,11 +122,12 @@ class PullWindow:
         self._in_flight = 0
         self._queue: list[QueuedPull] = []
         self._resync_after_ms = 0.0
-        self._continue = -1
+        self._continue_seq = -1
+        self._reached_seq = 0
 
-    def offer(self, pull: QueuedPull, now_ms: float, *, needed: bool) -> Verdict:
-        """`needed`: login sync, a dirty mailbox or an unconfirmed push; such a pull is no fallback (§15.1.1)."""
-        if pull.pull.up_to_seq == 0 and not needed and pull.pull.after_seq != self._continue:
+    def offer(self, pull: QueuedPull, now_ms: float, *, repairs: bool, last_pushed_seq: int) -> Verdict:
+        """`repairs`: the login barrier stands, or the mailbox is dirty."""
+        if pull.pull.up_to_seq == 0 and not repairs and not self._called_for(pull.pull.after_seq, last_pushed_seq):
             if now_ms < self._resync_after_ms:
                 return Verdict.TOO_SOON
             self._resync_after_ms = now_ms + self._resync_interval_ms
@@ -143,9 +143,11 @@ class PullWindow:
         """How long until the next fallback pull is served."""
         return max(0.0, self._resync_after_ms - now_ms)
 
-    def answered(self, covered_through_seq: int, *, has_more: bool) -> None:
+    def answered(self, *, asked_up_to_seq: int, covered_through_seq: int, has_more: bool) -> None:
         """A batch was sent; with more to come the client is obliged to go on from its end."""
-        self._continue = covered_through_seq if has_more else -1
+        if asked_up_to_seq == 0:
+            self._continue_seq = covered_through_seq if has_more else -1
+            self._reached_seq = max(self._reached_seq, covered_through_seq)
 
     def finished(self) -> QueuedPull | None:
         """A pull in flight ended; the next one to start takes its place."""
@@ -153,6 +155,9 @@ class PullWindow:
             return self._queue.pop(0)
         self._in_flight -= 1
         return None
+
+    def _called_for(self, after_seq: int, last_pushed_seq: int) -> bool:
+        return after_seq == self._continue_seq or max(after_seq, self._reached_seq) < last_pushed_seq
 
 
 class DirtyMark:

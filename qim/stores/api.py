@@ -400,6 +400,11 @@ class MailboxStore(Protocol):
         here; `stored_epoch` lower than ours tells that the instance lost its last second: open again."""
         ...
 
+    def is_loaded(self, shard: int) -> bool:
+        """The shard was opened or loaded on the connection in use; False from a reconnect to the next of either. Asked
+        often by owners without traffic: an instance that lost its last second must not wait for a call to tell."""
+        ...
+
     async def append(self, call: AppendCall) -> AppendResult:
         """See AppendCall. Idempotent: an item whose bit is set writes nothing. Keeps day_max per (shard, lane, UTC day)
         and registers first-seen conversations; an entry of an already expired day only raises day_max."""

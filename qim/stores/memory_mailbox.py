@@ -102,6 +102,9 @@ class MemoryMailboxStore:
             self._loaded.add(shard)
         return self._state(state)
 
+    def is_loaded(self, shard: int) -> bool:
+        return shard in self._loaded
+
     async def append(self, call: AppendCall) -> AppendResult:
         check_append(call)
         state = self._held.shards.get(call.shard, _Shard())

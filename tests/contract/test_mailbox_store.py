@@ -417,10 +417,12 @@ class TestMemory(MailboxStoreContract):
         saved = self.store.saved()
         await self.store.append(append(chunk(1, ["ann"]), new=moved(zero(), 1)))
         self.store.restart(saved)
+        assert not self.store.is_loaded(SHARD)
         with pytest.raises(StaleInstance):
             await self.store.user_status(span("ann"))
         assert (await self.store.append(append(chunk(1, ["ann"])))).status is AppendStatus.W_MOVED
         assert (await self.store.load_shard(SHARD, EPOCH)).watermarks == zero()
+        assert self.store.is_loaded(SHARD)
         assert await offsets(self.store, "ann") == []
 
 

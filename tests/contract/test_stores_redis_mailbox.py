@@ -223,6 +223,7 @@ async def test_an_instance_that_lost_its_last_second_is_noticed_by_every_call(
     lost = append(chunk(2, ["ann"]), previous=w1, new=w2, required=[(2, LANE, 1)])
     await store.append(lost)
     await lose_everything_since(crashing_server, saved, client)
+    assert not store.is_loaded(SHARD)
     # a login in between must not read a W that no longer holds
     with pytest.raises(StaleInstance):
         await store.user_status(span("ann"))
@@ -230,6 +231,7 @@ async def test_an_instance_that_lost_its_last_second_is_noticed_by_every_call(
         await store.range_scan(span("ann"))
     assert (await store.append(append(chunk(3, ["ann"]), previous=w2, new=moved(w2, 3)))).status is AppendStatus.W_MOVED
     assert (await store.load_shard(SHARD, EPOCH)).watermarks == w1
+    assert store.is_loaded(SHARD)
     stale = append(chunk(3, ["ann"]), previous=w1, new=moved(w1, 3), required=[(2, LANE, 1), (3, LANE, 1)])
     assert (await store.append(stale)).status is AppendStatus.W_MOVED
     assert (await store.append(lost)).status is AppendStatus.OK

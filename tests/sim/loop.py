@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import warnings
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -202,11 +203,11 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def dismantle(self) -> None:
         """End every task that is left, without running any more of the world."""
+        warnings.simplefilter("ignore", RuntimeWarning)  # of coroutines that were still to begin
         for task in list(self.tasks):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            coroutine = task.get_coro()
             try:
-                coroutine.close()  # type: ignore[union-attr]
+                task.get_coro().close()  # type: ignore[union-attr]
             except (RuntimeError, ValueError):
                 pass
         self._queue.clear()

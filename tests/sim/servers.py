@@ -69,8 +69,8 @@ class Server:
         self.up = True
         self.frozen = False
         self.connections: list[Connection] = []
-        self.executed: Callable[[SimProcess, str, tuple[Any, ...], Any], None] = lambda *_: None
-        """Told of every call that was executed: (process, method, arguments, outcome)."""
+        self.executed: Callable[[Connection, str, tuple[Any, ...], Any], None] = lambda *_: None
+        """Told of every call that was executed: (connection, method, arguments, outcome)."""
         self._backlog: deque[_Call] = deque()
 
     def arrive(self, call: _Call) -> None:
@@ -113,7 +113,7 @@ class Server:
             outcome = run_now(getattr(call.target, call.method)(*args, **kwargs))
         except Exception as error:  # noqa: BLE001  the answer is the error
             outcome = error
-        self.executed(call.connection.process, call.method, args, outcome)
+        self.executed(call.connection, call.method, args, outcome)
         call.connection.answered(call, outcome)
 
 
@@ -302,6 +302,10 @@ class SimMailboxStore:
         if state.stored_epoch == shard_epoch:
             self._loaded.add(shard)
         return state
+
+    def is_loaded(self, shard: int) -> bool:
+        self._refresh()
+        return shard in self._loaded
 
     async def append(self, call: AppendCall) -> AppendResult:
         self._refresh()

@@ -105,6 +105,8 @@ class BodyReader:
         self._room_bytes = cache_bytes
         self._bodies: OrderedDict[bytes, Body] = OrderedDict()
         self._wrapped: OrderedDict[tuple[str, str], tuple[bytes, float]] = OrderedDict()
+        self._loading: dict[bytes, asyncio.Future[dict[bytes, Body]]] = {}
+        """Bodies on their way, by message_id."""
 
     def clear(self) -> None:
         """Forget all bodies."""
@@ -126,7 +128,36 @@ class BodyReader:
         return None if dek is None else self._open_inline_record(record, dek)
 
     async def load_for_push(self, records: Iterable[OutboxRecord]) -> dict[bytes, Body]:
-        """Bodies by message_id of what `of_dispatch` was missing. StoreError when that fails."""
+        """Bodies by message_id of what `of_dispatch` was missing. StoreError when that fails.
+
+        A body is loaded once however many shards ask for it at the same time: a group's message has all of them ask.
+        """
+        wanted = {record.message_id: record for record in records}
+        waited = [self._loading[message_id] for message_id in wanted if message_id in self._loading]
+        own = [record for message_id, record in wanted.items() if message_id not in self._loading]
+        bodies = await self._load_alone(own) if own else {}
+        for loading in waited:
+            bodies.update(await asyncio.shield(loading))
+        return bodies
+
+    async def _load_alone(self, records: Sequence[OutboxRecord]) -> dict[bytes, Body]:
+        """Load, and let others wait for the same."""
+        loading: asyncio.Future[dict[bytes, Body]] = asyncio.get_running_loop().create_future()
+        self._loading.update((record.message_id, loading) for record in records)
+        try:
+            bodies = await self._load(records)
+            loading.set_result(bodies)
+        except StoreError as error:
+            loading.set_exception(error)
+            loading.exception()  # nobody may be waiting
+            raise
+        finally:
+            loading.cancel()
+            for record in records:
+                del self._loading[record.message_id]
+        return bodies
+
+    async def _load(self, records: Iterable[OutboxRecord]) -> dict[bytes, Body]:
         inline: dict[str, list[OutboxRecord]] = {}
         joins: dict[str, dict[bytes, RecordKey]] = {}
         for record in records:

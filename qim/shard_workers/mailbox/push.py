@@ -15,11 +15,11 @@ from qim.backplane.api import Backplane, Priority
 from qim.errors import StoreError
 from qim.obs import metrics
 from qim.obs.logs import get_logger
-from qim.protocol.internal import PushRecipient, encode_push_batch
+from qim.protocol.internal import PushRow, encode_push_batch
 from qim.protocol.opcodes import InternalOpcode
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.mailbox.bodies import BodyReader
-from qim.shard_workers.mailbox.expand import Dispatch, Event, Member
+from qim.shard_workers.mailbox.expand import Dispatch, Event
 from qim.shard_workers.mailbox.lanes import SubTask
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 from qim.stores.api import Recipient
@@ -29,7 +29,7 @@ log = get_logger(__name__)
 FRAME_BYTES_MAX: Final = 256 << 10
 """A PUSH_BATCH frame is closed above it: four quanta of the link."""
 WAITING_MAX: Final = 4096
-"""Items of a shard waiting for a body; beyond, the devices get MAILBOX_DIRTY instead."""
+"""Messages of a shard waiting for a body; beyond, the devices get MAILBOX_DIRTY instead."""
 JOIN_ITEMS_MAX: Final = 64
 """Bodies read in one go."""
 LARGE_GROUP_MEMBERS: Final = 1000
@@ -41,6 +41,10 @@ class Covered(NamedTuple):
 
     task: SubTask
     mailbox_seq: int
+
+
+_Batches = dict[tuple[str, Event], list[PushRow]]
+"""(gateway, event) -> its recipients."""
 
 
 class _Frame:
@@ -76,36 +80,38 @@ class PushPump:
         self._mailbox_shard_count = mailbox_shard_count
         self._on_missed = on_missed
         self._on_gateway_missed = on_gateway_missed
-        self._waiting: dict[int, deque[Covered]] = {}
+        self._waiting: dict[int, deque[Sequence[Covered]]] = {}
         self._frames: dict[tuple[str, Priority], _Frame] = {}
         self._flushing = False
 
     def push(self, shard: int, items: Iterable[Covered]) -> None:
         """Push covered items of a shard, in order; returns at once."""
         waiting = self._waiting.get(shard)
-        for item in items:
-            recipients = self._online(item.task)
-            if not recipients:
+        for message in _by_dispatch(items):
+            batches = self._address(message)
+            if not batches:
                 continue
             if waiting is None:
-                if self._send(item, recipients, None):
+                body = self._bodies.of_dispatch(message[0].task.dispatch.record)
+                if body is not None:
+                    self._send(message, batches, body.fragment)
                     continue
-                waiting = self._waiting[shard] = deque((item,))
+                waiting = self._waiting[shard] = deque((message,))
                 self._tasks.start(f"push-{shard}", self._drain(shard, waiting))
             elif len(waiting) < WAITING_MAX:
-                waiting.append(item)
+                waiting.append(message)
             else:
-                self._on_missed([device for _, devices in recipients for device in devices])
+                self._miss(message)
 
-    async def _drain(self, shard: int, waiting: deque[Covered]) -> None:
-        """Load the bodies of waiting items, batch by batch, and push them."""
+    async def _drain(self, shard: int, waiting: deque[Sequence[Covered]]) -> None:
+        """Load the bodies of waiting messages, batch by batch, and push them."""
         while waiting:
             batch = [waiting[at] for at in range(min(len(waiting), JOIN_ITEMS_MAX))]
-            records = {
-                item.task.dispatch.message_id: item.task.dispatch.record
-                for item in batch
-                if self._bodies.of_dispatch(item.task.dispatch.record) is None
-            }
+            records = {}
+            for message in batch:
+                dispatch = message[0].task.dispatch
+                if self._bodies.of_dispatch(dispatch.record) is None:
+                    records[dispatch.message_id] = dispatch.record
             try:
                 bodies = {message_id: body.fragment for message_id, body in
                           (await self._bodies.load_for_push(records.values())).items()}  # fmt: skip
@@ -113,44 +119,51 @@ class PushPump:
                 log.warning("push_body_unreadable", shard=shard, count=len(records), error=error)
                 bodies = {}
             for _ in batch:
-                item = waiting.popleft()
-                recipients = self._online(item.task)
-                if recipients and not self._send(item, recipients, bodies.get(item.task.dispatch.message_id)):
-                    self._on_missed([device for _, devices in recipients for device in devices])
+                message = waiting.popleft()
+                dispatch = message[0].task.dispatch
+                fragment = bodies.get(dispatch.message_id)
+                if fragment is None and (body := self._bodies.of_dispatch(dispatch.record)) is not None:
+                    fragment = body.fragment
+                if fragment is None:
+                    self._miss(message)
+                else:
+                    self._send(message, self._address(message), fragment)
         del self._waiting[shard]
 
-    def _online(self, task: SubTask) -> list[tuple[Member, Sequence[OnlineDevice]]]:
-        users = self._index.users_of(task.dispatch.tenant_id)
-        if not users or task.members is None:
-            return []
-        return [(member, users[member.user_id]) for member in task.members if member.user_id in users]
+    def _address(self, message: Sequence[Covered]) -> _Batches:
+        """Who is online for a message, by gateway and event."""
+        batches: _Batches = {}
+        users = self._index.users_of(message[0].task.dispatch.tenant_id)
+        if not users:
+            return batches
+        for item in message:
+            seq = item.mailbox_seq
+            for recipient, event in _entries(item, users):
+                for device in users[recipient.user_id]:
+                    if event.origin_device_id and event.origin_device_id == device.device_id:
+                        continue
+                    row = (device.user_key, device.connection_id, device.session_epoch, seq, recipient.ref)
+                    key = (device.gateway, event)
+                    rows = batches.get(key)
+                    if rows is None:
+                        batches[key] = [row]
+                    else:
+                        rows.append(row)
+        return batches
 
-    def _send(
-        self, item: Covered, recipients: Sequence[tuple[Member, Sequence[OnlineDevice]]], fragment: bytes | None
-    ) -> bool:
-        """Queue the push of one item; False when its body is not at hand."""
-        dispatch = item.task.dispatch
-        if fragment is None:
-            body = self._bodies.of_dispatch(dispatch.record)
-            if body is None:
-                return False
-            fragment = body.fragment
-        devices = {member.user_id: found for member, found in recipients}
-        batches: dict[tuple[str, Event], list[PushRecipient]] = {}
-        for recipient, event in _entries(item, devices):
-            for device in devices[recipient.user_id]:
-                if event.origin_device_id and event.origin_device_id == device.device_id:
-                    continue
-                batches.setdefault((device.gateway, event), []).append(
-                    PushRecipient(
-                        device.user_key, device.connection_id, device.session_epoch, item.mailbox_seq, recipient.ref
-                    )
-                )
+    def _send(self, message: Sequence[Covered], batches: _Batches, fragment: bytes) -> None:
+        """Queue the push of a message."""
+        dispatch = message[0].task.dispatch
         priority = self._priority(dispatch)
-        for (gateway, event), pushed in batches.items():
-            encoded = encode_push_batch(dispatch.tenant_id, event.reference + fragment, pushed)
-            self._queue(gateway, priority, encoded, len(pushed))
-        return True
+        for (gateway, event), rows in batches.items():
+            self._queue(
+                gateway, priority, encode_push_batch(dispatch.tenant_id, event.reference + fragment, rows), len(rows)
+            )
+
+    def _miss(self, message: Sequence[Covered]) -> None:
+        users = self._index.users_of(message[0].task.dispatch.tenant_id)
+        members = (member for item in message for member in item.task.members or ())
+        self._on_missed([device for member in members for device in users.get(member.user_id, ())])
 
     def _priority(self, dispatch: Dispatch) -> Priority:
         if dispatch.direct:
@@ -185,6 +198,14 @@ class PushPump:
         if not self._backplane.notify(gateway, InternalOpcode.PUSH_BATCH, b"".join(frame.parts), priority):
             # which of its connections the frame was for is not worth keeping: all of them look once
             self._on_gateway_missed(gateway)
+
+
+def _by_dispatch(items: Iterable[Covered]) -> list[list[Covered]]:
+    """Items of one dispatch together, dispatches in log order: what a user gets still ascends."""
+    messages: dict[int, list[Covered]] = {}
+    for item in items:
+        messages.setdefault(item.task.offset, []).append(item)
+    return [messages[offset] for offset in sorted(messages)] if len(messages) > 1 else list(messages.values())
 
 
 def _entries(item: Covered, users: Collection[str]) -> Iterable[tuple[Recipient, Event]]:

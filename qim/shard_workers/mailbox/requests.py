@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, TypeVar
@@ -43,6 +44,9 @@ _Reply = TypeVar("_Reply", OpenSessionReply, MailboxPullReply)
 SHARD_MOVED_RETRY_MS: Final = 200
 """A lane that is not caught up usually is after a few ms; ± 30 % so that clients do not come back together."""
 _JITTER: Final = 0.3
+PULLS_AT_ONCE: Final = 4
+"""Batches made at the same time, the others wait in order: one takes about 10 ms of this process, and a login storm must
+not keep appends, pushes and the answers of the store waiting behind hundreds of them."""
 _CURSOR_METRICS: Final[Mapping[int, Callable[[], None]]] = {
     CURSOR_INVALID: metrics.CURSOR_INVALID_TOTAL.inc,
     CURSOR_EXPIRED: metrics.CURSOR_EXPIRED_TOTAL.inc,
@@ -85,6 +89,7 @@ class GatewayRequests:
         self._cursor_key = cursor_key
         self._on_gateway = on_gateway
         self._on_fenced = on_fenced
+        self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
 
     def device_of(
         self, tenant_id: str, user_id: str, device_id: str, *, gateway: str, connection_id: int, session_epoch: int
@@ -193,7 +198,10 @@ class GatewayRequests:
 
     async def pull_mailbox(self, peer: str, body: bytes) -> bytes:
         """MAILBOX_PULL: a batch up to the W of the user's lane, never beyond (26.1.3)."""
-        request = MailboxPull.FromString(body)
+        async with self._pulls:
+            return await self._pull_mailbox(MailboxPull.FromString(body))
+
+    async def _pull_mailbox(self, request: MailboxPull) -> bytes:
         tenant_id, user_id = request.device.tenant_id, request.device.user_id
         shard = mailbox_shard_id(tenant_id, user_id, self._mailbox_shard_count)
         lane = lane_id(tenant_id, user_id, self._lane_count)

@@ -53,7 +53,7 @@ class MailboxSettings:
     append_chunk_members: int = 100
     append_entries_max: int = 100
     append_calls_in_flight_max: int = 2
-    """Per mailbox instance."""
+    """Per mailbox instance; small calls of several shards count as one."""
     poll_interval_ms: float = 1000.0
     lag_report_interval_ms: float = 100.0
     presence_reconcile_interval_ms: float = 60_000.0
@@ -195,7 +195,9 @@ class MailboxRole:
         for grant in grants:
             instance = self._instance_of(grant.shard_id)
             if instance not in calls:
-                scheduler = calls[instance] = CallScheduler(stores.mailbox, self._clock)
+                scheduler = calls[instance] = CallScheduler(
+                    stores.mailbox, self._clock, entries_max=settings.append_entries_max
+                )
                 for slot in range(settings.append_calls_in_flight_max):
                     self._tasks.start(f"{self.name} append {instance}#{slot}", scheduler.run_slot())
             machine = ShardMachine(

@@ -118,6 +118,8 @@ class ShardRunner:
         """Own the shard for ever. Fenced when somebody else does."""
         while True:
             try:
+                if self._settled and not self._services.store.is_loaded(self.shard):
+                    self.doubt("another connection")
                 if not self._settled:
                     await self._restore()
                 elif self._feed.read_due_in_ms(self._now_ms()) <= 0:

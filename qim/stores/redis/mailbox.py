@@ -156,6 +156,11 @@ class RedisMailboxStore:
             instance.loaded.add(shard)
         return _shard_state(epoch, packed or LaneVector.zero(self._lane_count).pack(), fold, fold_offset)
 
+    def is_loaded(self, shard: int) -> bool:
+        instance = self._instances[shard]
+        instance.refresh()
+        return shard in instance.loaded
+
     async def append(self, call: AppendCall) -> AppendResult:
         check_append(call)
         instance = self._instances[call.shard]

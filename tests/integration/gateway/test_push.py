@@ -163,3 +163,10 @@ async def test_client_that_does_not_read_turns_dirty_and_recovers() -> None:
             seen.append(received.body.events[0].mailbox_seq)
         assert seen == sorted(seen)
         assert len(seen) < count, "what the client did not take was dropped, not kept in memory"
+        last = EPOCH_1 | (11 + count)
+        gateway.node.push(opened, last)
+        while (received := await client.receive()) is not None and received.opcode is Opcode.PUSH_EVENTS:
+            if received.body.last_pushed_user_seq == last:
+                break
+        assert received is not None
+        assert received.body.last_pushed_user_seq == last, "a connection that reads again is pushed again"

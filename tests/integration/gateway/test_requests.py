@@ -208,6 +208,16 @@ async def test_pull_errors_are_forwarded() -> None:
         assert error.rebuild_required
 
 
+async def test_pulls_of_a_session_without_a_position_say_so() -> None:
+    async with running_gateway() as gateway:
+        for applied in (0, gateway.node.watermark):
+            client, welcome = await gateway.login("ann", applied=applied)
+            pull = pb.PullMailbox(after_seq=applied, up_to_seq=welcome.sync_to_seq)
+            await client.expect(Opcode.MAILBOX_BATCH, client.send(Opcode.PULL_MAILBOX, pull))
+        pulls = [pb.MailboxPull.FromString(body) for body in gateway.backplane.asked(InternalOpcode.MAILBOX_PULL)]
+        assert [pull.zero_cursor for pull in pulls] == [True, False]
+
+
 async def test_pulls_beyond_the_window_wait_and_beyond_the_queue_are_refused() -> None:
     async with running_gateway() as gateway:
         client, welcome = await gateway.login("ann")

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from qim.errors import StartupError
-from qim.presence.shm import PresenceView, table_path
+from qim.presence.shm import table_path
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import InternalOpcode, Opcode
 from tests.support.gateway_fixture import Gateway, auth, running_gateway, text, until
-
-BEFORE_AUTH_MS = 300
-HEARTBEATS: dict[str, Any] = {
-    "ping_interval_initial": 100,
-    "idle_timeout": {"next_ping_interval_multiplier": 2, "plus_ms": 100},
-    "unauth_connection_timeout": BEFORE_AUTH_MS,
-}
 
 
 async def test_start_connects_to_everybody_and_serves() -> None:
@@ -51,25 +43,6 @@ async def test_start_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="power of two"):
         await gateway.role.start()
     await gateway.role.stop()
-
-
-async def test_idle_connections_are_closed_and_active_ones_are_not() -> None:
-    async with running_gateway(**HEARTBEATS) as gateway:
-        idle = await gateway.online("idle")
-        active = await gateway.online("active")
-        for _ in range(8):
-            pong = await active.expect(Opcode.PONG, active.send(Opcode.PING))
-            await asyncio.sleep(0.1)
-        assert pong.idle_timeout_ms == 300
-        await idle.expect_closed(timeout_s=0.5)
-        await active.expect(Opcode.PONG, active.send(Opcode.PING))
-
-
-async def test_presence_lease_is_renewed() -> None:
-    async with running_gateway(presence_lease_renew=40) as gateway:
-        with PresenceView(table_path(gateway.run_dir, "gateway-0")) as view:
-            first = view.beat_unix_ms()
-            await until(lambda: view.beat_unix_ms() > first)
 
 
 async def test_drain_answers_what_was_accepted_then_closes() -> None:

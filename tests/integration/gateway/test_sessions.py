@@ -53,33 +53,6 @@ async def test_login_order_and_answer() -> None:
         assert (opened.device.tenant_id, opened.device.user_id, opened.device.device_id) == (TENANT, "ann", "phone")
 
 
-async def test_barrier_lifts_only_when_everything_was_answered() -> None:
-    async with running_gateway() as gateway:
-        gateway.node.mailbox = [EPOCH_1 | seq for seq in (2, 4, 6)]
-        client, welcome = await gateway.login("ann")
-        sync_to_seq = welcome.sync_to_seq
-        opened = gateway.node.opened[0]
-        gateway.node.push(opened, EPOCH_1 | 12)
-        gateway.node.push(opened, EPOCH_1 | 11)
-        gateway.node.push(opened, EPOCH_1 | 9)
-        await client.expect_error(ErrorCode.SYNC_INCOMPLETE, complete(client, sync_to_seq))
-        pull = client.send(Opcode.PULL_MAILBOX, pb.PullMailbox(up_to_seq=sync_to_seq, max_items=2))
-        batch = await client.expect(Opcode.MAILBOX_BATCH, pull)
-        assert batch.has_more
-        await client.expect_error(ErrorCode.SYNC_INCOMPLETE, complete(client, sync_to_seq))
-        client.send(Opcode.PULL_MAILBOX, pb.PullMailbox(after_seq=batch.covered_through_seq, up_to_seq=sync_to_seq))
-        await client.expect(Opcode.MAILBOX_BATCH)
-        await client.expect_error(ErrorCode.SYNC_INCOMPLETE, complete(client, sync_to_seq + 1))
-        request_id = complete(client, sync_to_seq)
-        await client.expect(Opcode.ONLINE_READY, request_id)
-        for seq in (11, 12):
-            pushed = await client.expect(Opcode.PUSH_EVENTS, 0)
-            assert pushed.events[0].mailbox_seq == pushed.last_pushed_user_seq == EPOCH_1 | seq
-            assert pushed.events[0].payload_or_ciphertext == b"hello"
-        gateway.node.push(opened, EPOCH_1 | 13)
-        assert (await client.expect(Opcode.PUSH_EVENTS)).events[0].mailbox_seq == EPOCH_1 | 13
-
-
 async def test_login_pulls_stay_inside_their_range() -> None:
     async with running_gateway() as gateway:
         gateway.node.mailbox = [EPOCH_1 | 8]
@@ -91,14 +64,6 @@ async def test_login_pulls_stay_inside_their_range() -> None:
         batch = await client.expect(Opcode.MAILBOX_BATCH, client.send(Opcode.PULL_MAILBOX, pull))
         assert batch.covered_through_seq == welcome.sync_to_seq
         await client.expect(Opcode.ONLINE_READY, complete(client, welcome.sync_to_seq))
-
-
-async def test_nothing_offline_needs_no_pull_and_ready_repeats() -> None:
-    async with running_gateway() as gateway:
-        client, welcome = await gateway.login("ann")
-        assert not welcome.has_offline
-        for _ in range(2):
-            await client.expect(Opcode.ONLINE_READY, complete(client, welcome.sync_to_seq))
 
 
 async def test_refused_cursor_leaves_the_connection_able_to_auth_again() -> None:

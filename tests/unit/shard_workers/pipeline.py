@@ -305,11 +305,12 @@ class Pipeline:
             wrapped_dek=dek.wrapped, preview_ciphertext=b"", created_at_ms=now_ms, membership=membership,
         )  # fmt: skip
         (outcome,) = await self.messages.commit(bucket, epoch, [request])
-        self._hint(bucket, outcome.outbox_offset)
+        await self._hint(bucket, outcome.outbox_offset)
         return outcome.conversation_seq
 
-    def _hint(self, bucket: int, offset: int) -> None:
-        hint = LogHint(partition=bucket, first_offset=offset, records=[self.messages.outbox(bucket)[offset]])
+    async def _hint(self, bucket: int, offset: int) -> None:
+        (record,) = await self.outbox.read(bucket, offset, max_records=1)
+        hint = LogHint(partition=bucket, first_offset=offset, records=[record.value])
         for name in self.roles:
             if name.startswith("fanout"):
                 self.writer.notify(name, InternalOpcode.OUTBOX_HINT, hint.SerializeToString())
@@ -339,7 +340,7 @@ class Pipeline:
             bucket, 1, TENANT, group_id, meta, snapshots, index, message_id, announcement.SerializeToString()
         )
         assert offset is not None
-        self._hint(bucket, offset)
+        await self._hint(bucket, offset)
         return conversation_id
 
     # --------------------------------------------------------------------------------------------------------- devices

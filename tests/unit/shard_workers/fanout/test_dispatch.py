@@ -29,8 +29,7 @@ def source(events: list[DispatchEvent], *, conversation_id: str = "g:g", inline_
 
 def made(found: Source, targets: dict[int, SnapshotRef], slots: dict[str, int]) -> list[tuple[int, GroupDispatch]]:
     return [
-        (shard, GroupDispatch.FromString(packed))
-        for shard, packed in dispatches(found, targets, slots, SHARDS, LANES)
+        (shard, GroupDispatch.FromString(packed)) for shard, packed in dispatches(found, targets, slots, SHARDS, LANES)
     ]
 
 
@@ -96,7 +95,8 @@ def test_an_event_group_of_four_types_stays_one_dispatch() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=20), st.sampled_from([0, 900, 2048, 9000])
+    st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=20),
+    st.sampled_from([0, 900, 2048, 9000]),
 )
 def test_parts_are_legal_event_groups_in_order(kinds: list[tuple[int, bool]], inline_bytes: int) -> None:
     events = [

@@ -28,15 +28,18 @@ class HistoryScene(Scene):
     async def intervals(self, tenant_id: str, group_id: str, user_id: str) -> tuple[Interval, ...]:
         return self.membership
 
+    def _refusal(self, *_: object) -> None:
+        """Groups need no publishing here."""
+
     async def pull(
-        self, conversation_id: str, direction: Direction, anchor: int = 0, *, limit: int = 0, user: str = "alice", max_bytes: int = 0
-    ) -> HistoryBatch:  # fmt: skip
+        self, conversation_id: str, direction: Direction, anchor: int = 0, *, limit: int = 0, max_bytes: int = 0
+    ) -> HistoryBatch:
         self.clock.now_ms += 200
         request = PullHistory(
             conversation_id=conversation_id, direction=direction, anchor_conversation_seq=anchor, limit=limit,
             max_bytes=max_bytes,
         )  # fmt: skip
-        return await self.history.pull(TENANT, user, request)
+        return await self.history.pull(TENANT, "alice", request)
 
 
 def seqs(batch: HistoryBatch) -> list[int]:

@@ -101,4 +101,4 @@ def test_every_chunk_is_given_once_and_a_prefix_is_popped(seed: int, count: int,
             assert head is None or all(offset < head.offset for offset in popped[lane])
     assert len(set(given_chunks)) == len(given_chunks)
     assert set(given_chunks) == {(made.offset, chunk) for made in tasks for chunk in range(made.chunk_count)}
-    assert sorted(sum(popped.values(), [])) == list(range(count))
+    assert sorted(offset for offsets in popped.values() for offset in offsets) == list(range(count))

@@ -333,7 +333,7 @@ class World:
                         up_to_seq=(1 << 63) - 1,
                         max_items=10_000,
                         max_bytes=1 << 30,
-                    )  # fmt: skip
+                    )
                 )
             ).rows
         )

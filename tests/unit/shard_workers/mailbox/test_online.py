@@ -5,8 +5,15 @@ from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 
 
 def device(
-    user: str = "u", name: str = "d", *, connection: int = 1, epoch: int = 1, shard: int = 0, lane: int = 0, gateway: str = "g0"
-) -> OnlineDevice:  # fmt: skip
+    user: str = "u",
+    name: str = "d",
+    *,
+    connection: int = 1,
+    epoch: int = 1,
+    shard: int = 0,
+    lane: int = 0,
+    gateway: str = "g0",
+) -> OnlineDevice:
     return OnlineDevice(
         "t", user, name, gateway=gateway, connection_id=connection, session_epoch=epoch, shard=shard, lane=lane
     )

@@ -80,7 +80,7 @@ async def test_group_messages_reach_every_member_of_every_shard(world: Pipeline)
     await world.send(group, "u4", "joined", version=1, inline=False)
     for n, user in enumerate(MEMBERS):
         await arrived(world, user, ["", "inline", "joined"])
-        await eventually(lambda at=100 + n: len(world.gateway.pushed(at)) == 3)  # type: ignore[misc]
+        await eventually(lambda at=100 + n: len(world.gateway.pushed(at)) == 3)
     announcement = (await world.entries("u9"))[0]
     assert announcement.body_included
     assert (announcement.conversation_seq, announcement.event_type) == (0, EVENT_MEMBERSHIP)
@@ -209,6 +209,17 @@ async def test_an_instance_that_lost_its_last_second_is_filled_again(world: Pipe
     await serving(world)
     assert (await world.login("bob", 8)).lane_watermark == told
     assert await world.texts("bob") == ["kept", *(f"lost {n}" for n in range(10))]
+
+
+async def test_an_instance_that_lost_its_last_second_is_filled_again_without_anybody_asking(world: Pipeline) -> None:
+    """Nobody logs in and nothing is sent: retention must not find the entries missing a week later."""
+    saved = world.mailbox.saved()
+    await world.send(AB, "alice", "lost")
+    await arrived(world, "bob", ["lost"])
+    world.mailbox.restart(saved)
+    shard = ids.mailbox_shard_id(TENANT, "bob", SHARDS)
+    await eventually(lambda: world.mailbox.is_loaded(shard))
+    await arrived(world, "bob", ["lost"])
 
 
 async def test_a_lane_behind_a_held_chunk_shows_nothing_beyond_it() -> None:

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from qim.errors import Fenced, StoreUnavailable
+from qim.runtime.clock import SystemClock
+from qim.shard_workers.mailbox.calls import CallScheduler
+from qim.shard_workers.mailbox.machine import PlannedCall
+from qim.shard_workers.mailbox.shard import ShardRunner
+from qim.stores.api import AppendCall, AppendResult, AppendStatus, ChunkAppend, Recipient
+from qim.stores.memory_mailbox import MemoryMailboxStore
+
+ENTRIES_MAX = 100
+
+
+class SlowStore(MemoryMailboxStore):
+    """Answers when told."""
+
+    def __init__(self) -> None:
+        super().__init__(4, lambda: 0)
+        self.waiting: list[tuple[int, asyncio.Future[AppendResult]]] = []
+
+    async def append(self, call: AppendCall) -> AppendResult:
+        future: asyncio.Future[AppendResult] = asyncio.get_running_loop().create_future()
+        self.waiting.append((call.shard, future))
+        return await future
+
+    def answer(self) -> int:
+        shard, future = self.waiting.pop(0)
+        future.set_result(AppendResult(status=AppendStatus.OK))
+        return shard
+
+
+class FakeShard:
+    """A shard with some calls of some entries to make."""
+
+    def __init__(self, shard: int, calls: int, entries: int = ENTRIES_MAX) -> None:
+        self.shard = shard
+        self.left = calls
+        self.item = ChunkAppend(
+            log_offset=0, lane=0, chunk_index=0, chunk_count=1, chunk_size=1, mailbox_seq=1, tenant_id="t",
+            conversation_id="g:g", created_at_ms=0, common=b"", recipients=[Recipient("u", 0, b"", b"")] * entries,
+        )  # fmt: skip
+        self.machine = self
+        self.events: list[str] = []
+
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def next_call(self) -> PlannedCall | None:
+        if not self.left:
+            return None
+        self.left -= 1
+        append = AppendCall(shard=self.shard, shard_epoch=1, tenant_items=[self.item], watermarks=None)
+        return PlannedCall(append, [], 1, 0)
+
+    def call_answered(self, call: PlannedCall, result: AppendResult) -> None:
+        self.events.append(result.status.value)
+
+    def call_failed(self, call: PlannedCall, error: Exception) -> None:
+        self.events.append("failed")
+
+
+async def rest() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def start(store: MemoryMailboxStore, slots: int = 2) -> tuple[CallScheduler, list[asyncio.Task[None]]]:
+    scheduler = CallScheduler(store, SystemClock(), entries_max=ENTRIES_MAX)
+    return scheduler, [asyncio.create_task(scheduler.run_slot()) for _ in range(slots)]
+
+
+async def stop(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_two_calls_are_in_flight_and_shards_take_turns() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store)
+    shards = [FakeShard(n, 3) for n in range(3)]
+    for shard in shards:
+        scheduler.want(cast(ShardRunner, shard))
+        scheduler.want(cast(ShardRunner, shard))
+    order = []
+    await rest()
+    while store.waiting:
+        assert len(store.waiting) <= 2
+        order.append(store.answer())
+        await rest()
+    assert order == [0, 1, 2] * 3
+    assert [shard.events for shard in shards] == [["ok"] * 3] * 3
+    await stop(tasks)
+
+
+async def test_small_calls_of_several_shards_share_a_slot() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store, slots=1)
+    shards = [FakeShard(n, 1, entries=6) for n in range(4)]
+    for shard in shards:
+        scheduler.want(cast(ShardRunner, shard))
+    await rest()
+    assert [shard for shard, _ in store.waiting] == [0, 1, 2, 3]
+    for _ in shards:
+        store.answer()
+    await rest()
+    assert [shard.events for shard in shards] == [["ok"]] * 4
+    await stop(tasks)
+
+
+async def test_calls_leave_in_the_order_they_were_planned() -> None:
+    """A slot with one call does not overtake the calls that the other slot planned before: W would have moved."""
+    store = SlowStore()
+    scheduler, tasks = start(store)
+    for shard in (FakeShard(0, 2, entries=6), FakeShard(1, 1)):
+        scheduler.want(cast(ShardRunner, shard))
+    await rest()
+    assert [shard for shard, _ in store.waiting] == [0, 1, 0]
+    await stop(tasks)
+
+
+async def test_an_idle_slot_wakes_for_new_work() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store)
+    await rest()
+    shard = FakeShard(1, 1)
+    scheduler.want(cast(ShardRunner, shard))
+    await rest()
+    assert store.answer() == 1
+    await stop(tasks)
+
+
+async def test_a_failed_call_is_told_and_the_slot_lives_on() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store, slots=1)
+    shard = FakeShard(1, 2)
+    scheduler.want(cast(ShardRunner, shard))
+    await rest()
+    store.waiting.pop()[1].set_exception(StoreUnavailable("down"))
+    await rest()
+    store.answer()
+    await rest()
+    assert shard.events == ["failed", "ok"]
+    await stop(tasks)
+
+
+async def test_a_fenced_call_ends_the_slot() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store, slots=1)
+    scheduler.want(cast(ShardRunner, FakeShard(1, 1)))
+    await rest()
+    store.waiting.pop()[1].set_exception(Fenced("replaced"))
+    await rest()
+    assert isinstance(tasks[0].exception(), Fenced)
