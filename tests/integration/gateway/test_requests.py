@@ -182,6 +182,16 @@ async def test_history_is_forwarded_checked_and_limited() -> None:
         assert codes == [ErrorCode.RATE_LIMITED]
 
 
+async def test_pulls_of_a_login_without_a_position_say_so() -> None:
+    async with running_gateway() as gateway:
+        for applied in (0, EPOCH_1 | 5):
+            client, welcome = await gateway.login("ann", applied=applied)
+            pull = pb.PullMailbox(after_seq=applied, up_to_seq=welcome.sync_to_seq)
+            await client.expect(Opcode.MAILBOX_BATCH, client.send(Opcode.PULL_MAILBOX, pull))
+        asked = [pb.MailboxPull.FromString(body) for body in gateway.backplane.asked(InternalOpcode.MAILBOX_PULL)]
+        assert [one.zero_cursor for one in asked] == [True, False]
+
+
 async def test_silent_mailbox_answers_shard_moved() -> None:
     async with running_gateway() as gateway:
         client = await gateway.online("ann")
