@@ -260,9 +260,13 @@ class _resumed:  # noqa: N801  reads as a verb where it is awaited
     def __await__(self) -> Any:
         waited_for = self._first
         while True:
-            yield waited_for
             try:
-                waited_for = self._work.send(None)
+                try:
+                    yield waited_for
+                except BaseException as error:  # noqa: BLE001  it is the inner coroutine's
+                    waited_for = self._work.throw(error)
+                else:
+                    waited_for = self._work.send(None)
             except StopIteration as done:
                 return done.value
 
