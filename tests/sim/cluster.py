@@ -589,6 +589,7 @@ class Administrator:
 def _parameters(plan: Plan) -> Parameters:
     changes: dict[str, Any] = {
         "conversation_bucket_count": plan.buckets,
+        "sync_delay_hint_ms": {"min_ms": 0, "max_ms": 300},
         "per_user_msg_rate": 1000,
         "per_user_msg_rate_burst": 1000,
         "per_sender_in_conversation_burst": 1000,

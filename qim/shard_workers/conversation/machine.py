@@ -155,6 +155,9 @@ class BucketMachine:
         self._queued = 0
         self._paused_until_ms = 0.0
         self._backoff_ms = BACKOFF_INITIAL_MS
+        self._submit_timeout_ms = parameters.submit_timeout_ms
+        self._call_since_ms = 0.0
+        """When the oldest submission of the call in flight came in."""
 
     def submit(self, submission: Submission, now_ms: float, unix_ms: int) -> list[Action]:
         """Take a request in; call `pump` afterwards."""
@@ -337,6 +340,7 @@ class BucketMachine:
             shards=context.index.keys() if context is not None else None,
             mentions_all=send.message.mention_targets.all,
             limits_lifted=send.limits_lifted,
+            queued_ms=now_ms - self._call_since_ms if self._in_call else 0.0,
         )
         send.admitted = True
         return self._admission.judge(facts, now_ms, unix_ms)

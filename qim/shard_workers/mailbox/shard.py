@@ -176,11 +176,19 @@ class ShardRunner:
         except StoreError as error:
             log.error("members_do_not_fit", mailbox_shard=self.shard, offset=record.offset, error=error)
         if members is not None:
-            self.machine.members_known(dispatch, members, self.machine.incarnation, self._now_ms())
+            self.machine.members_known(dispatch, members, self.machine.incarnation, self._since_ms(dispatch))
         else:
             self._services.tasks.start(
                 f"members {self.shard}/{record.offset}", self._load_members(dispatch, self.machine.incarnation)
             )
+
+    def _since_ms(self, dispatch: Dispatch) -> float:
+        """Since when a dispatch has been waiting: its commit, so that the queues before this one count as lag, too.
+        What lay in the log at a takeover waits since now: sending does not depend on a recovery (DESIGN-data §4)."""
+        now_ms = self._now_ms()
+        if dispatch.offset < self.machine.high:
+            return now_ms
+        return now_ms - max(0, self._services.clock.unix_ms() - dispatch.record.created_at)
 
     async def _load_members(self, dispatch: Dispatch, incarnation: int) -> None:
         """Until they are there: an unreadable snapshot stops the lanes of this dispatch, nothing else."""
@@ -196,7 +204,7 @@ class ShardRunner:
                             error=error)  # fmt: skip
                 await asyncio.sleep(delay_ms / 1000)
                 continue
-            self.machine.members_known(dispatch, members, incarnation, self._now_ms())
+            self.machine.members_known(dispatch, members, incarnation, self._since_ms(dispatch))
             self.pump()
             return
 
