@@ -51,6 +51,8 @@ BUSY_RETRY_MS: Final = 500
 PULLS_AT_ONCE: Final = 8
 """Pulls of a worker that one MailboxNode is asked for at the same time; the others wait here in order, where no timeout
 runs and a connection that ends takes its own along: a login storm is served as fast as it can be, never twice."""
+_DELIVERY_LAG: Final = "delivery_lag"
+"""Dimension of a refusal in the name of the writer, who said for how long."""
 _SUBMIT_MESSAGE_TAG: Final = b"\x22"
 _SUBMIT_LIMITS_LIFTED: Final = b"\x28\x01"
 _BATCH_ENTRY_TAG: Final = b"\x0a"
@@ -91,6 +93,7 @@ class Requests:
                 ErrorCode.RATE_LIMITED,
                 frame.request_id,
                 retry_after_ms=self._around.jittered_ms(limited.retry_after_ms),
+                detail=Detail.DELIVERY_LAG if limited.dimension == _DELIVERY_LAG else "",
                 client_message_id=client_message_id,
             )
             return
@@ -98,7 +101,7 @@ class Requests:
         if session.limits_lifted:
             body += _SUBMIT_LIMITS_LIFTED
         writer = self._around.routing.writer_of(session.tenant_id, message.conversation_id)
-        self._start(connection, "send", self._submit(connection, frame.request_id, client_message_id, writer, body))
+        self._start(connection, "send", self._submit(connection, session, frame.request_id, message, writer, body))
 
     def change_group(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
         """CREATE_GROUP and LEAVE_GROUP: the actor is the authenticated connection, never a field (§3.17, §3.18)."""
@@ -122,8 +125,15 @@ class Requests:
         self._start(connection, "group change", work)
 
     async def _submit(
-        self, connection: ClientConnection, request_id: int, client_message_id: str, writer: str | None, body: bytes
+        self,
+        connection: ClientConnection,
+        session: Session,
+        request_id: int,
+        message: SendMessage,
+        writer: str | None,
+        body: bytes,
     ) -> None:
+        client_message_id = message.client_message_id
         started_ms = self._around.clock.monotonic_ms()
         answer = await self._around.ask(writer, InternalOpcode.SUBMIT_SEND, body)
         reply = SubmitSendReply()
@@ -132,6 +142,9 @@ class Requests:
             self._failover(connection, request_id, client_message_id)
         elif reply.HasField("error"):
             metrics.SEND_REJECT_TOTAL.labels(code=_code_name(reply.error)).inc()
+            if reply.error.detail == Detail.DELIVERY_LAG:
+                session.held_conversation_id = message.conversation_id
+                session.held_until_ms = self._around.clock.monotonic_ms() + reply.error.retry_after_ms
             connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id, client_message_id), request_id)
         else:
             reply.ack.request_id = request_id
@@ -263,6 +276,8 @@ class Requests:
     ) -> Refusal | None:
         if connection.in_flight >= IN_FLIGHT_MAX:
             return Refusal("requests_in_flight", BUSY_RETRY_MS)
+        if now_ms < session.held_until_ms and conversation_id == session.held_conversation_id:
+            return Refusal(_DELIVERY_LAG, session.held_until_ms - now_ms)
         if session.limits_lifted:
             return None
         return self._admission.judge_send(session.user_key, conversation_id, now_ms)

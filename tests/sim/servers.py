@@ -142,7 +142,7 @@ class MailboxServer(Server):
         self.store = MemoryMailboxStore(shard_count, now_ms)
         self.shadow = MemoryMailboxStore(shard_count, now_ms)
         for store in (self.store, self.shadow):
-            store._loaded = _Everything()  # type: ignore[assignment]  # connections know what they loaded
+            store._loaded = _Everything()  # connections know what they loaded
         self._not_durable: deque[tuple[float, str, tuple[Any, ...]]] = deque()
 
     def _carry_out(self, call: _Call) -> None:
@@ -157,7 +157,7 @@ class MailboxServer(Server):
         lost = len(self._not_durable)
         self._not_durable.clear()
         self.store.restart(self.shadow.saved())
-        self.store._loaded = _Everything()  # type: ignore[assignment]
+        self.store._loaded = _Everything()
         return lost
 
     def _harden(self, before_s: float) -> None:
@@ -223,10 +223,11 @@ class Connection:
         self.up = False
         calls, self._in_flight = list(self._in_flight), deque()
         waiting = [call for call in calls if not call.done]
-        kept = {True: len(waiting), False: 0, None: self._rng.randint(0, len(waiting))}[rest_executed]
+        some = self._rng.choice((len(waiting), self._rng.randint(0, len(waiting))))
+        kept = {True: len(waiting), False: 0, None: some}[rest_executed]
         for call in waiting[kept:]:
             call.dead = True
-        after_calls, delay_s = self._rng.choice((0, 1, 2, 3, 5, 8)), self._rng.choice((0.0, 0.01, 0.2, 1.5))
+        after_calls, delay_s = self._rng.choice((0, 1, 2, 2, 3, 6)), self._rng.choice((0.0, 0.01, 0.2, 1.5))
         for call in waiting[:kept]:
             late = _Call(self, call.target, call.method, call.args[0], call.args[1], call.future)
             late.generation = -1

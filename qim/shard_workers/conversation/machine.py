@@ -192,6 +192,7 @@ class BucketMachine:
             elif lane.state is LaneState.READY:
                 self._advance(lane, actions)
         if batch:
+            self._call_since_ms = min(submission.expires_at_ms for _, submission in batch) - self._submit_timeout_ms
             actions.append(CommitBatch([submission for _, submission in batch]))
         return actions
 

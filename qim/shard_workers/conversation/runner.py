@@ -115,7 +115,7 @@ class WriterRole:
         self._creator = GroupCreator(membership, placement, parameters)
         self._machines: dict[int, BucketMachine] = {}
         self._epochs: dict[int, int] = {}
-        self._to_pump: set[BucketMachine] = set()
+        self._to_pump: dict[BucketMachine, None] = {}
         self._serving = False
         self._unanswered = 0
         self._answered = asyncio.Event()
@@ -274,10 +274,10 @@ class WriterRole:
         """One pump per bucket and tick: what arrives in one read goes into one call."""
         if not self._to_pump:
             asyncio.get_running_loop().call_soon(self._pump_all)
-        self._to_pump.add(machine)
+        self._to_pump[machine] = None
 
     def _pump_all(self) -> None:
-        machines, self._to_pump = self._to_pump, set()
+        machines, self._to_pump = self._to_pump, {}
         now_ms, unix_ms = self._clock.monotonic_ms(), self._clock.unix_ms()
         for machine in machines:
             self._perform(machine, machine.pump(now_ms, unix_ms))

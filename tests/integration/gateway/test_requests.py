@@ -84,6 +84,33 @@ async def test_refusal_of_the_writer_is_forwarded() -> None:
         assert (error.retry_after_ms, error.detail, error.client_message_id) == (250, Detail.DELIVERY_LAG, "m1")
 
 
+async def test_a_conversation_whose_delivery_lags_rests_as_long_as_the_writer_said() -> None:
+    async with running_gateway() as gateway:
+        client = await gateway.online("ann")
+        honest = gateway.node.submit_send
+        asked = 0
+
+        async def refuse(peer: str, body: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            error = pb.Error(code=pb.RATE_LIMITED, retry_after_ms=150, detail=Detail.DELIVERY_LAG)
+            return pb.SubmitSendReply(error=error).SerializeToString()
+
+        gateway.backplane.answers[InternalOpcode.SUBMIT_SEND] = refuse
+        await client.expect_error(ErrorCode.RATE_LIMITED, client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m1")))
+        error = await client.expect_error(
+            ErrorCode.RATE_LIMITED, client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m2"))
+        )
+        assert error.detail == Detail.DELIVERY_LAG
+        assert 1 <= error.retry_after_ms <= 195
+        assert asked == 1
+        gateway.backplane.answers[InternalOpcode.SUBMIT_SEND] = honest
+        other = client.send(Opcode.SEND_MESSAGE, text("dm:ann:cid", "m3"))
+        await client.expect(Opcode.SEND_ACK, other)
+        await asyncio.sleep(0.16)
+        await client.expect(Opcode.SEND_ACK, client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m2")))
+
+
 async def test_silent_writer_is_a_failover_never_a_final_error() -> None:
     async with running_gateway(submit_timeout_ms=100) as gateway:
         client = await gateway.online("ann")
