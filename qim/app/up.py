@@ -24,6 +24,7 @@ from qim.config.shapes import RangeMs
 from qim.errors import StartupError
 from qim.obs.logs import configure_logs
 from qim.runtime.affinity import usable_cpus
+from qim.runtime.file_limit import raise_file_limit
 from qim.runtime.prefork import ProcessSpec, Supervisor, SupervisorOptions
 from qim.runtime.redis_server import MAILBOX_OPTIONS, Fsync, RedisServer, default_binary
 from qim.stores.redis.instance import InstanceRole, Stamp, claim_instance, inspect_instance, join_roles
@@ -33,6 +34,7 @@ LOG_FILE: Final = "node.log"
 
 def run_node(settings: NodeSettings) -> int:
     """Run the node until it is told to stop; the exit code. StartupError, one line, when it cannot start."""
+    raise_file_limit()
     parameters = load_parameters(settings.parameters_file, os.environ)
     spread = RangeMs(min_ms=0, max_ms=settings.login_spread_ms)
     parameters = replace(

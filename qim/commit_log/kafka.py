@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from qim.commit_log.api import Fence, LogIdentity, LogRecord, Watermarks
 from qim.commit_log.kafka_address import KafkaAddress
 from qim.errors import StoreError, StoreUnavailable
 from qim.obs.logs import get_logger
+from qim.runtime.clock import SystemClock
 
 log = get_logger(__name__)
 
@@ -46,6 +46,8 @@ IDENTITY_CHECK_S: Final = 2.0
 ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"
 """What a broker without KIP-516 answers."""
 _POLL_S: Final = 0.2
+_CONSUME_WAIT_S: Final = 0.1
+_COMPLAIN_AGAIN_MS: Final = 30_000.0
 _PRODUCER_SETTINGS: Final[dict[str, str | int | bool]] = {
     "acks": "all",
     "enable.idempotence": False,
@@ -68,9 +70,14 @@ _CONSUMER_SETTINGS: Final[dict[str, str | int | bool]] = {
     "check.crcs": True,
 }
 _WRONG_PLACE: Final = frozenset(
-    {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError.UNKNOWN_TOPIC_OR_PART,
-     KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC}  # noqa: SLF001 - the library's names of local errors
-)  # fmt: skip
+    {
+        KafkaError._AUTO_OFFSET_RESET,  # noqa: SLF001 - the library's name of a local error
+        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
+        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
+        KafkaError.OFFSET_OUT_OF_RANGE,
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+    }
+)
 
 Result = TypeVar("Result")
 
@@ -165,35 +172,34 @@ class _Reader:
             raise store_error(f"watermarks of {topic}/{partition}", error) from None
         return Watermarks(low, high)
 
-    def read(self, topic: str, partition: int, offset: int, end: int, max_bytes: int) -> list[LogRecord]:
+    def read(self, topic: str, partition: int, offset: int, end: int, high: int, max_bytes: int) -> list[LogRecord]:
         """Records from `offset` up to `end`, which exist, or fewer when `max_bytes` are reached."""
+        resumed = self._position == (topic, partition, offset)
+        self._position = None
         try:
-            if self._position != (topic, partition, offset):
+            if not resumed:
                 self._ahead.clear()
                 self._consumer.assign([TopicPartition(topic, partition, offset)])
-            self._position = None
             found = self._take(topic, partition, offset, end, max_bytes)
+            at = offset + len(found)
+            if at < high:
+                self._position = (topic, partition, at)
+            else:
+                # Caught up: the next records come as hints, so nothing is fetched meanwhile.
+                self._consumer.unassign()
         except KafkaException as error:
             raise store_error(f"read {topic}/{partition} at {offset}", error) from None
-        finally:
-            if self._position is None:
-                self._ahead.clear()
-        at = offset + len(found)
-        if at < end or self._ahead or len(found) >= CONSUME_MESSAGES:
-            self._position = (topic, partition, at)
-        else:
-            # Caught up: the next records come as hints, so nothing is fetched meanwhile.
-            self._consumer.unassign()
         return found
 
     def _take(self, topic: str, partition: int, offset: int, end: int, max_bytes: int) -> list[LogRecord]:
         found: list[LogRecord] = []
         taken_bytes, at = 0, offset
-        deadline_s = time.monotonic() + CALL_TIMEOUT_S
+        waits_left = int(CALL_TIMEOUT_S / _CONSUME_WAIT_S)
         while at < end and taken_bytes < max_bytes:
             if not self._ahead:
-                self._ahead.extend(self._consumer.consume(min(end - at, CONSUME_MESSAGES), 0.1))
-                if not self._ahead and time.monotonic() >= deadline_s:
+                self._ahead.extend(self._consumer.consume(min(end - at, CONSUME_MESSAGES), _CONSUME_WAIT_S))
+                waits_left -= not self._ahead
+                if waits_left < 0:
                     raise StoreUnavailable(f"log {topic}/{partition}: nothing came from offset {at} on")
                 continue
             message = self._ahead.popleft()
@@ -217,15 +223,13 @@ class KafkaConnection:
 
     def __init__(self, address: KafkaAddress) -> None:
         self.address = address
-        self._settings = {**address.client_settings(), "error_cb": _Complaints()}
+        self._settings: dict[str, Any] = {**address.client_settings(), "error_cb": _Complaints()}
         self._senders: dict[int, _Sender] = {}
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kafka-reader")
         self._reader: _Reader | None = None
         self._admin: AdminClient | None = None
 
-    async def append(
-        self, topic: str, records: Sequence[tuple[int, bytes]], *, requests_in_flight: int
-    ) -> list[int]:
+    async def append(self, topic: str, records: Sequence[tuple[int, bytes]], *, requests_in_flight: int) -> list[int]:
         """See `_Sender.append`."""
         sender = self._senders.get(requests_in_flight)
         if sender is None:
@@ -313,7 +317,7 @@ class KafkaCommitLog:
             return []
         end = min(high, offset + max_records)
         return await self._connection.reading(
-            lambda reader: reader.read(self._topic, partition, offset, end, max_bytes)
+            lambda reader: reader.read(self._topic, partition, offset, end, high, max_bytes)
         )
 
     async def watermarks(self, partition: int) -> Watermarks:
@@ -334,15 +338,14 @@ class KafkaCommitLog:
 class _Complaints:
     """Errors of librdkafka's background work, once per kind and interval."""
 
-    REPEAT_AFTER_S: Final = 30.0
-
     def __init__(self) -> None:
-        self._said: dict[int, float] = {}
+        self._clock = SystemClock()
+        self._said_ms: dict[int, float] = {}
 
     def __call__(self, error: KafkaError) -> None:
-        now_s = time.monotonic()
-        if now_s - self._said.get(error.code(), -self.REPEAT_AFTER_S) >= self.REPEAT_AFTER_S:
-            self._said[error.code()] = now_s
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._said_ms.get(error.code(), -_COMPLAIN_AGAIN_MS) >= _COMPLAIN_AGAIN_MS:
+            self._said_ms[error.code()] = now_ms
             log.warning("kafka_trouble", reason=error.str())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from qim.core.ids import is_name
@@ -16,7 +16,7 @@ DEFAULT_REPLICAS: Final = 3
 _USAGE: Final = "kafka://HOST:PORT[,HOST:PORT…][/PREFIX][?replicas=1][&client=FILE]"
 
 # Local waits end long before a person's patience, reconnects come as fast as a broker restarts.
-_COMMON: Final[dict[str, str | int | bool]] = {
+_COMMON: Final[dict[str, Any]] = {
     "socket.nagle.disable": True,
     "socket.connection.setup.timeout.ms": 5000,
     "reconnect.backoff.ms": 50,
@@ -59,7 +59,7 @@ class KafkaAddress:
         """Full name of the topic `outbox` or `dispatch`."""
         return f"{self.prefix}.{name}"
 
-    def client_settings(self) -> dict[str, str | int | bool]:
+    def client_settings(self) -> dict[str, Any]:
         """What every librdkafka object of ours starts from. StartupError when the properties cannot be read."""
         return {**self._client_properties(), **_COMMON, "bootstrap.servers": self.servers, "client.id": "qim"}
 

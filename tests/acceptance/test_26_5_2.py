@@ -142,7 +142,6 @@ async def test_pushes_for_an_old_session_go_nowhere() -> None:
     assert default_parameters().presence_reconcile_interval_ms == 60_000
     async with running_node(presence_reconcile_interval_ms=RECONCILE_MS) as node:
         new, old_row = await replace(node)
-        assert [entry for entry in new.pushed() if entry.mailbox_seq > node.watermark(USER)] == []  # criterion 2
         await check_convergence(node, old_row)
         await new.until(lambda: len(new.pushed()) > 0)
         assert [entry.payload_or_ciphertext for entry in new.pushed()] == [b"through"]  # criterion 2

@@ -54,6 +54,7 @@ from qim.shard_workers.conversation.machine import (
 )
 from qim.shard_workers.conversation.membership import Placement
 from qim.shard_workers.conversation.records import RecordEncoder
+from qim.shard_workers.conversation.relay import OutboxRelay
 from qim.shard_workers.conversation.submission import Change, Create, Send, Submission
 from qim.stores.api import CommitOutcome, CommitRequest, CommitStatus, GroupMembership, MessageStore
 from qim.stores.crypto import KeyRing
@@ -73,6 +74,7 @@ class WriterRole:
 
     A commit that is Fenced ends the process through `on_failure`: another writer owns the bucket (R-19.2.1-2).
     `is_full` says of a bucket that its instance has no room left: nothing new is taken then (DESIGN-data §1).
+    `relay` is there when fan-out reads a broker's topic instead of the stream that commits write.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class WriterRole:
         on_failure: FailureHandler,
         quota: FanoutQuota | None = None,
         is_full: Callable[[int], bool] = lambda bucket: False,
+        relay: OutboxRelay | None = None,
     ) -> None:
         self._name = name
         self._buckets = tuple(buckets)
@@ -104,6 +107,7 @@ class WriterRole:
         self._clock = clock
         self._routes = routes
         self._is_full = is_full
+        self._relay = relay
         self._tasks = TaskSet(on_failure)
         self._admission = WriterAdmission(parameters, placement, quota=quota)
         self._encoder = RecordEncoder(key_ring, parameters)
@@ -126,6 +130,8 @@ class WriterRole:
         grant_id = secrets.token_hex(16)
         grants = await self._registry.grant(LeaseKind.CONVERSATION_BUCKET, self._buckets, self._name, grant_id)
         await asyncio.gather(*(self._open(grant) for grant in grants))
+        if self._relay is not None:
+            await self._relay.start(self._buckets, self._hint_fanout)
         self._backplane.on_request(InternalOpcode.SUBMIT_SEND, self._submit_send)
         self._backplane.on_request(InternalOpcode.SUBMIT_CREATE_GROUP, self._submit_create)
         self._backplane.on_request(InternalOpcode.SUBMIT_LEAVE_GROUP, self._submit_leave)
@@ -143,11 +149,15 @@ class WriterRole:
         while self._unanswered:
             self._answered.clear()
             await self._answered.wait()
+        if self._relay is not None:
+            await self._relay.drain()
 
     async def stop(self) -> None:
         """Cancel what is under way: the store has committed it or not, retries find out."""
         self._serving = False
         await self._tasks.close()
+        if self._relay is not None:
+            await self._relay.stop()
 
     def ready(self) -> bool:
         return self._serving and not any(map(self._is_full, self._buckets))
@@ -249,7 +259,10 @@ class WriterRole:
     def _lag_report(self, _peer: str, body: bytes) -> None:
         report = LagReport.FromString(body)
         now_ms = self._clock.monotonic_ms()
-        self._admission.lag.update_partitions(report.partitions, report.partition_lag_ms, now_ms)
+        lags_ms: Sequence[int] = report.partition_lag_ms
+        if self._relay is not None:
+            lags_ms = [max(lag_ms, self._relay.lag_ms(n)) for n, lag_ms in zip(report.partitions, lags_ms, strict=True)]
+        self._admission.lag.update_partitions(report.partitions, lags_ms, now_ms)
         self._admission.lag.update_shards(report.shards, report.shard_lane_lag_ms, now_ms)
 
     def _expiry_ms(self) -> float:
@@ -468,6 +481,13 @@ class WriterRole:
             self._hint(bucket, first_offset, records)
 
     def _hint(self, bucket: int, first_offset: int, records: list[bytes]) -> None:
+        """Tell whoever reads the stream: fan-out, or the relay first."""
+        if self._relay is not None:
+            self._relay.offer(bucket, first_offset, records)
+        else:
+            self._hint_fanout(bucket, first_offset, records)
+
+    def _hint_fanout(self, bucket: int, first_offset: int, records: list[bytes]) -> None:
         """A hint that is lost costs fan-out a read of the log, nothing else."""
         owner = self._routes.owner(LeaseKind.OUTBOX_PARTITION, bucket)
         if owner is not None:

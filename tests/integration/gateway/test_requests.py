@@ -9,7 +9,7 @@ from qim.errors import Detail, ErrorCode
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import InternalOpcode, Opcode
 from tests.support.fake_backplane import EPOCH_1
-from tests.support.gateway_fixture import TENANT, complete, running_gateway, text
+from tests.support.gateway_fixture import TENANT, complete, running_gateway, text, until
 
 
 async def test_send_reaches_the_writer_unread_and_is_acknowledged() -> None:
@@ -271,3 +271,32 @@ async def test_fallback_pulls_are_limited_and_answered() -> None:
         gateway.node.push(gateway.node.opened[0], EPOCH_1 | 11)
         await client.expect(Opcode.PUSH_EVENTS)
         await client.expect(Opcode.MAILBOX_BATCH, client.send(Opcode.PULL_MAILBOX, pull))
+
+
+async def test_pulls_of_a_login_storm_wait_in_order_and_leave_with_their_connection() -> None:
+    async with running_gateway() as gateway:
+        gate = asyncio.Event()
+        honest = gateway.node.pull_mailbox
+
+        async def slow(peer: str, body: bytes) -> bytes:
+            await gate.wait()
+            return await honest(peer, body)
+
+        def asked() -> list[str]:
+            bodies = gateway.backplane.asked(InternalOpcode.MAILBOX_PULL)
+            return [pb.MailboxPull.FromString(body).device.user_id for body in bodies]
+
+        clients = [(await gateway.login(name))[0] for name in ("ann", "bob", "eve", "zoe")]
+        gateway.backplane.answers[InternalOpcode.MAILBOX_PULL] = slow
+        for client in clients:
+            for _ in range(4):
+                client.send(Opcode.PULL_MAILBOX, pb.PullMailbox())
+            await client.expect(Opcode.PONG, client.send(Opcode.PING))
+        assert asked() == ["ann"] * 4 + ["bob"] * 4, "as many as one MailboxNode is asked for at the same time"
+        clients[2].writer.transport.abort()
+        await until(lambda: len(gateway.backplane.sent(InternalOpcode.CLOSE_SESSION)) == 1)
+        gate.set()
+        for client in (clients[0], clients[1], clients[3]):
+            for _ in range(4):
+                await client.expect(Opcode.MAILBOX_BATCH)
+        assert asked() == ["ann"] * 4 + ["bob"] * 4 + ["zoe"] * 4

@@ -36,7 +36,7 @@ def test_a_point_of_direct_messages(node: BenchNode) -> None:
 
 
 def test_a_group_message_is_seen_when_every_shard_has_it(node: BenchNode) -> None:
-    members = [f"m{number:02d}" for number in range(40)]
+    members = [f"m{number:03d}" for number in range(200)]  # somebody in every shard
     generator = node.log_in(members[:2], first_number=10)
     conversation_id = group_conversation_id("bench-test")
     probe = MaterializationProbe(node.address, conversation_id)
@@ -48,7 +48,7 @@ def test_a_group_message_is_seen_when_every_shard_has_it(node: BenchNode) -> Non
         command = SendOne(conversation_id=conversation_id, payload_bytes=PAYLOAD_BYTES, run_id="one")
         sent_s = generator.call(command, TIMEOUT_S)
         assert probe.wait_for(before) > sent_s
-        assert probe.entry_bytes("m39") > 100
+        assert probe.entry_bytes("m199") > 100
         with pytest.raises(ChildFailed, match="has no mailbox"):
             probe.entry_bytes("stranger")
     finally:

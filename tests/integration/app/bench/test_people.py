@@ -48,8 +48,8 @@ async def test_a_message_is_timed_from_when_it_was_due(gateway: Gateway) -> None
     assert sent.message.conversation_id == "dm:ann:bob"
     assert sent.message.payload.startswith(MARK)
     assert len(sent.message.payload) == PAYLOAD_BYTES
-    for person in ("ann", "bob"):
-        push(gateway, person, sent.message.payload)
+    for user_id in ("ann", "bob"):
+        push(gateway, user_id, sent.message.payload)
     await until(lambda: len(samples.delivery_ms) == 1)
     assert 1000 <= samples.ack_ms[0] < 3000
     assert 1000 <= samples.delivery_ms[0] < 3000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from qim.app.bench.arrivals import Arrivals
@@ -26,7 +28,7 @@ def test_what_was_due_comes_once() -> None:
 
 def test_gaps_vary_as_those_of_independent_people() -> None:
     times = Arrivals(100, start_s=0.0, seed=3).due(100.0)
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
     assert deviation == pytest.approx(mean, rel=0.1)

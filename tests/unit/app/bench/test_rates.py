@@ -44,7 +44,7 @@ def test_a_point_is_sustained_when_everything_was_taken_and_arrived_in_time() ->
         {"delivery": slow},
         {"acked": 0},
     ):
-        assert not replace(POINT, **change).sustained, change  # type: ignore[arg-type]
+        assert not replace(POINT, **change).sustained, change
 
 
 def test_the_whole_node_is_the_sum_of_its_pools() -> None:
