@@ -471,10 +471,10 @@ class MailboxStore(Protocol):
         ...
 
     async def enforce_cap(
-        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, *, above: int, leave: int, limit: int
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
     ) -> CapResult:
-        """If the user has more than `above` entries, the oldest go until `leave` are left, at most about `limit` in this
-        call, and user_trim_seq rises to the greatest removed mailbox_seq. Event groups go whole (§18.3.3)."""
+        """If the user has more than `above` entries, the oldest go until `leave` are left, at most about `limit` in
+        this call, and user_trim_seq rises to the greatest removed mailbox_seq. Event groups go whole (§18.3.3)."""
         ...
 
     async def conversations(self, tenant_id: str, user_id: str) -> list[ConversationSeen]: ...

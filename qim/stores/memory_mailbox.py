@@ -176,7 +176,7 @@ class MemoryMailboxStore:
                 del members[prefix]
 
     async def enforce_cap(
-        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, *, above: int, leave: int, limit: int
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
     ) -> CapResult:
         self._current(shard, shard_epoch)
         members = self._members(tenant_id, user_id, 0, SEQ_MAX)

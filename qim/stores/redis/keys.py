@@ -74,8 +74,8 @@ def records_prefix(bucket: int, tenant_id: str, conversation_id: str) -> str:
 
 
 def group(bucket: int, tenant_id: str, group_id: str) -> str:
-    """Hash {version, count, next_slot, creator, digest}; exists once the group is published. `low` is the lowest version
-    still stored (absent: 1), `mark` a version that was the current one at `mark_at` (unix ms)."""
+    """Hash {version, count, next_slot, creator, digest}; exists once the group is published. `low` is the lowest
+    version still stored (absent: 1), `mark` a version that was the current one at `mark_at` (unix ms)."""
     return f"grp:{{b{bucket:04d}}}:{tenant_id}:{group_id}"
 
 

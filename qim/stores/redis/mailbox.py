@@ -251,7 +251,7 @@ class RedisMailboxStore:
         _refuse(code, shard, shard_epoch)
 
     async def enforce_cap(
-        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, *, above: int, leave: int, limit: int
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
     ) -> CapResult:
         instance = self._current(shard)
         instance.day_keys.forget(user_id)  # as in truncate_before: a day key may be emptied
