@@ -34,6 +34,7 @@ from qim.shard_workers.mailbox.pull import MailboxPuller
 from qim.shard_workers.mailbox.push import PushPump
 from qim.shard_workers.mailbox.requests import GatewayRequests
 from qim.shard_workers.mailbox.retention import MailboxRetention, MailboxRetentionSettings
+from qim.shard_workers.mailbox.session_list import SessionListReader
 from qim.shard_workers.mailbox.shard import ChunkGate, ShardRunner, ShardServices
 from qim.shard_workers.owners import OwnerMap
 from qim.stores.api import GroupMembership, MailboxStore, MessageStore
@@ -99,7 +100,7 @@ class MailboxRole:
         log_retention: LogRetention | None = None,
     ) -> None:
         """`gateways` of the topology; `instance_of` names the mailbox instance of a shard; `present` reads the presence
-        tables; `chunk_gate` holds chunks back in tests; `log_retention` trims the dispatch log, None when a broker does.
+        tables; `chunk_gate` holds chunks back in tests; `log_retention` trims the dispatch log, None if a broker does.
         """
         self.name = name
         self._numbers = [n for n in range(settings.mailbox_shard_count) if n % pool_size == index]
@@ -138,6 +139,7 @@ class MailboxRole:
             self._index,
             MailboxPuller(stores.mailbox, self._bodies),
             HistoryReader(stores.messages, stores.membership, self._bodies, self._clock, rate),
+            SessionListReader(stores.mailbox, stores.messages, stores.membership, self._bodies),
             self._clock,
             mailbox_shard_count=settings.mailbox_shard_count,
             lane_count=settings.lane_count,
@@ -162,6 +164,7 @@ class MailboxRole:
         self._backplane.on_request(InternalOpcode.OPEN_SESSION, self._requests.open_session)
         self._backplane.on_request(InternalOpcode.MAILBOX_PULL, self._requests.pull_mailbox)
         self._backplane.on_request(InternalOpcode.HISTORY_PULL, self._requests.pull_history)
+        self._backplane.on_request(InternalOpcode.SESSION_LIST_PULL, self._requests.pull_session_list)
         for gateway in self._gateways:
             self._know_gateway(gateway)
         for runner in self._shards.values():
