@@ -47,6 +47,8 @@ class OwnNodeOptions:
     apart: bool = False
     unlimited_tenant: str = ""
     redis_server: Path | None = None
+    commit_log: str = ""
+    """As `qim up --commit-log`."""
     parameters: Mapping[str, str] = field(default_factory=lambda: TEST_PARAMETERS)
     """`QIM_<NAME>` variables of the node's environment."""
 
@@ -75,6 +77,8 @@ class OwnNode:
             argv.append("--apart")
         if options.unlimited_tenant:
             argv += ["--unlimited-tenant", options.unlimited_tenant]
+        if options.commit_log:
+            argv += ["--commit-log", options.commit_log]
         if options.redis_server is not None:
             argv += ["--redis-server", str(options.redis_server)]
         return argv

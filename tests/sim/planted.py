@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
@@ -15,7 +15,6 @@ from qim.client.sync import SyncState
 from qim.commit_log.memory import MemoryCheckpointStore, _Position
 from qim.core.hlc import HybridClock
 from qim.core.seq import mailbox_seq, shard_epoch_of
-from qim.errors import Fenced, StoreError
 from qim.protocol import qim_pb2 as pb
 from qim.registry.api import LeaseKind
 from qim.shard_workers.conversation.runner import WriterRole
@@ -27,8 +26,7 @@ from qim.shard_workers.mailbox.lanes import SubTask
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
 from qim.shard_workers.mailbox.online import OnlineIndex
 from qim.shard_workers.mailbox.requests import GatewayRequests
-from qim.shard_workers.mailbox.shard import ShardRunner
-from qim.stores.api import AppendCall, CommitRequest, ProgressRow, ShardState
+from qim.stores.api import AppendCall, CommitRequest
 from qim.stores.memory_mailbox import MemoryMailboxStore
 from qim.stores.memory_message import MemoryMessageStore
 from tests.sim import cluster, servers
@@ -260,9 +258,13 @@ class _resumed:  # noqa: N801  reads as a verb where it is awaited
     def __await__(self) -> Any:
         waited_for = self._first
         while True:
-            yield waited_for
             try:
-                waited_for = self._work.send(None)
+                try:
+                    yield waited_for
+                except BaseException as error:  # noqa: BLE001  it is the inner coroutine's
+                    waited_for = self._work.throw(error)
+                else:
+                    waited_for = self._work.send(None)
             except StopIteration as done:
                 return done.value
 
