@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
@@ -15,6 +15,7 @@ from qim.client.sync import SyncState
 from qim.commit_log.memory import MemoryCheckpointStore, _Position
 from qim.core.hlc import HybridClock
 from qim.core.seq import mailbox_seq, shard_epoch_of
+from qim.errors import Fenced, StoreError
 from qim.protocol import qim_pb2 as pb
 from qim.registry.api import LeaseKind
 from qim.shard_workers.conversation.runner import WriterRole
@@ -26,7 +27,8 @@ from qim.shard_workers.mailbox.lanes import SubTask
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
 from qim.shard_workers.mailbox.online import OnlineIndex
 from qim.shard_workers.mailbox.requests import GatewayRequests
-from qim.stores.api import AppendCall, CommitRequest
+from qim.shard_workers.mailbox.shard import ShardRunner
+from qim.stores.api import AppendCall, CommitRequest, ProgressRow, ShardState
 from qim.stores.memory_mailbox import MemoryMailboxStore
 from qim.stores.memory_message import MemoryMessageStore
 from tests.sim import cluster, servers
