@@ -25,8 +25,8 @@ log = get_logger(__name__)
 
 CAP_SAMPLE_RATIO: Final = 0.004
 """Mean distance of two looks at the cap, in caps: 200 entries at 50,000."""
-EVICTED_PER_CALL_MAX: Final = 500
-"""About 2 ms of the server."""
+EVICTED_PER_CALL_MAX: Final = 200
+"""About 1 ms of the server."""
 SUSPECTS_MAX: Final = 10_000
 """Mailboxes waiting for a look; overflow act: none is added, an entry met later adds them again."""
 LOOKS_PER_ROUND_MAX: Final = 1_000

@@ -31,31 +31,37 @@ if total <= tonumber(ARGV[4]) then
   return {0, 0, total}
 end
 
--- Sequence of the next entry of a day, nil behind its last one.
-local function head_of(day)
+-- The next entry of a day: its sequence in `e` and `o`, gone behind the last one.
+local function advance(day)
   if day.at > #day.slice then
     day.slice = call('ZRANGE', day.key, day.next, day.next + SLICE_ROWS - 1)
     day.next, day.at = day.next + #day.slice, 1
   end
   local member = day.slice[day.at]
+  day.e, day.o, day.at = nil, nil, day.at + 1
   if member then
-    return unpack_bytes('>I2I6', member)
+    day.e, day.o = unpack_bytes('>I2I6', member)
+    day.head = member
   end
 end
 
 -- Walk the days in the order of sequences: the last of the entries that go.
-local wanted, last = math.min(total - tonumber(ARGV[5]), tonumber(ARGV[6])), nil
-for _ = 1, wanted do
-  local first, first_e, first_o
+for i = 1, #days do
+  advance(days[i])
+end
+local last
+for _ = 1, math.min(total - tonumber(ARGV[5]), tonumber(ARGV[6])) do
+  local first
   for i = 1, #days do
-    local e, o = head_of(days[i])
-    if e and (not first or e < first_e or e == first_e and o < first_o) then
-      first, first_e, first_o = days[i], e, o
+    local day = days[i]
+    if day.e and (not first or day.e < first.e or day.e == first.e and day.o < first.o) then
+      first = day
     end
   end
-  last = sub(first.slice[first.at], 1, 8)
-  first.at = first.at + 1
+  last = first.head
+  advance(first)
 end
+last = sub(last, 1, 8)
 
 local e, o = unpack_bytes('>I2I6', last)
 local trim_e, trim_o = unpack_bytes('>I2I6', call('HGET', KEYS[2], ARGV[2]) or string.rep('\0', 8))
