@@ -19,6 +19,7 @@ One KafkaConnection serves a process and is made after the fork: librdkafka's th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -176,6 +177,7 @@ class _Reader:
         try:
             low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=CALL_TIMEOUT_S)
         except KafkaException as error:
+            self._refresh(topic)
             raise store_error(f"watermarks of {topic}/{partition}", error) from None
         return Watermarks(low, high)
 
@@ -197,6 +199,12 @@ class _Reader:
         except KafkaException as error:
             raise store_error(f"read {topic}/{partition} at {offset}", error) from None
         return found
+
+    def _refresh(self, topic: str) -> None:
+        """Ask where the partitions are: a broker that was just starting may have told of a topic without any, and
+        librdkafka believes that until its next regular question, minutes later."""
+        with contextlib.suppress(KafkaException):
+            self._consumer.list_topics(topic, timeout=CALL_TIMEOUT_S)
 
     def _take(self, topic: str, partition: int, offset: int, end: int, max_bytes: int) -> list[LogRecord]:
         found: list[LogRecord] = []

@@ -82,6 +82,8 @@ class _Profile:
     """Connections that break or are slow."""
     peers: tuple[str, ...] = _ANY
     """At the far end of links that are cut or slow."""
+    count: tuple[int, int] = (2, 14)
+    """Faults of a seed."""
     narrow: bool = False
     """One shard with one lane: every member of a group in the same chunks."""
 
@@ -99,7 +101,8 @@ _ALL: Final = {
 PROFILES: Final[Mapping[str, _Profile]] = {
     "everything": _Profile(weights=_ALL, calls=_CALLS, purposes=("message", "log", "registry", "mailbox", "mailbox")),
     "append": _Profile(
-        weights={"slow": 8, "break": 8, "break_at": 10, "crash_at": 8, "mailbox_lost_at": 2, "takeover_at": 2},
+        weights={"slow": 8, "break": 12, "break_at": 14, "crash_at": 6, "mailbox_lost_at": 1, "takeover_at": 2},
+        count=(8, 30),
         roles=("mailbox",),
         calls=("mailbox.append",),
         purposes=("mailbox",),
@@ -194,7 +197,8 @@ def _work(plan: Plan, rng: random.Random) -> list[Step]:
 
 def _faults(plan: Plan, rng: random.Random) -> list[Step]:
     steps: list[Step] = []
-    for _ in range(rng.randint(2, 14)):
+    least, most = PROFILES[plan.profile].count
+    for _ in range(rng.randint(least, most)):
         steps += _fault(plan, rng, 0.6 + rng.random() * (FAULTS_END_S - 1.6))
     return sorted(steps, key=lambda step: step.at_s)
 
