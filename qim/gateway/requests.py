@@ -36,7 +36,10 @@ from qim.protocol.qim_pb2 import (
     MailboxPullReply,
     PullHistory,
     PullMailbox,
+    PullSessionList,
     SendMessage,
+    SessionListPull,
+    SessionListPullReply,
     SubmitCreateGroup,
     SubmitLeaveGroup,
     SubmitSendReply,
@@ -196,16 +199,28 @@ class Requests:
         if refused is not None:
             self._refuse(connection, frame, refused)
             return
+        if self._may_read(connection, session, frame.request_id, now_ms):
+            self._start(connection, "history", self._history(connection, session, frame.request_id, pull))
+
+    def pull_session_list(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
+        """PULL_SESSION_LIST: shares the rate of history, for it costs as much; then SESSION_LIST_PULL."""
+        pull = PullSessionList()
+        if not _parse(pull, frame.body):
+            self._refuse(connection, frame, BAD_REQUEST)
+        elif self._may_read(connection, session, frame.request_id, now_ms):
+            self._start(connection, "session list", self._list_sessions(connection, session, frame.request_id, pull))
+
+    def _may_read(self, connection: ClientConnection, session: Session, request_id: int, now_ms: float) -> bool:
+        """Refuses a read beyond the window of the connection or `per_user_history_pull_rate`."""
         if connection.in_flight >= IN_FLIGHT_MAX:
-            self._refuse_busy(connection, session, frame.request_id)
-            return
+            self._refuse_busy(connection, session, request_id)
+            return False
         limited = None if session.limits_lifted else self._admission.judge_history(session.user_key, now_ms)
         if limited is not None:
             self._count_limited(session, limited)
             wait_ms = self._around.jittered_ms(limited.retry_after_ms)
-            connection.error(ErrorCode.RATE_LIMITED, frame.request_id, retry_after_ms=wait_ms)
-            return
-        self._start(connection, "history", self._history(connection, session, frame.request_id, pull))
+            connection.error(ErrorCode.RATE_LIMITED, request_id, retry_after_ms=wait_ms)
+        return limited is None
 
     async def _pulls(self, connection: ClientConnection, session: Session, first: QueuedPull) -> None:
         """One of the window's places: this pull, then what waited for the place."""
@@ -264,6 +279,22 @@ class Requests:
         else:
             connection.reply(Opcode.HISTORY_BATCH, reply.batch, request_id)
             metrics.PULL_HISTORY_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
+
+    async def _list_sessions(
+        self, connection: ClientConnection, session: Session, request_id: int, pull: PullSessionList
+    ) -> None:
+        started_ms = self._around.clock.monotonic_ms()
+        body = SessionListPull(device=device_target(connection, session), pull=pull).SerializeToString()
+        owner = self._around.routing.mailbox_of(session.shard)
+        answer = await self._around.ask(owner, InternalOpcode.SESSION_LIST_PULL, body)
+        reply = SessionListPullReply()
+        if answer is None or not _parse(reply, answer):
+            self._shard_moved(connection, request_id)
+        elif reply.HasField("error"):
+            connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id), request_id)
+        else:
+            connection.reply(Opcode.SESSION_LIST_BATCH, reply.batch, request_id)
+            metrics.SESSION_LIST_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
 
     # ------------------------------------------------------------------------------------------------------- shared
 

@@ -19,6 +19,7 @@ from qim.stores.api import (
     AppendCall,
     AppendResult,
     AppendStatus,
+    CapResult,
     ConversationSeen,
     ProgressRow,
     RangePage,
@@ -33,7 +34,7 @@ CALL_TIMEOUT_S: Final = 2.0
 RECONNECT_S: Final = (0.05, 0.4)
 DURABLE_AFTER_S: Final = 2.0
 """An instance that fsyncs every second may lose up to two (§ everysec)."""
-WRITES: Final = frozenset({"open_shard", "append", "truncate_before"})
+WRITES: Final = frozenset({"open_shard", "append", "truncate_before", "enforce_cap"})
 
 
 class _Call:
@@ -355,6 +356,13 @@ class SimMailboxStore:
     async def truncate_before(self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, seq: int) -> None:
         self._require(shard)
         await self._call("truncate_before", shard, shard_epoch, tenant_id, user_id, seq)
+
+    async def enforce_cap(
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
+    ) -> CapResult:
+        self._require(shard)
+        result: CapResult = await self._call("enforce_cap", shard, shard_epoch, tenant_id, user_id, above, leave, limit)
+        return result
 
     async def conversations(self, tenant_id: str, user_id: str) -> list[ConversationSeen]:
         self._require(mailbox_shard_id(tenant_id, user_id, self._shard_count))

@@ -55,6 +55,12 @@ from qim.shard_workers.conversation.machine import (
 from qim.shard_workers.conversation.membership import Placement
 from qim.shard_workers.conversation.records import RecordEncoder
 from qim.shard_workers.conversation.relay import OutboxRelay
+from qim.shard_workers.conversation.retention import (
+    DAY_MS,
+    OutboxRetention,
+    WriterRetention,
+    WriterRetentionSettings,
+)
 from qim.shard_workers.conversation.submission import Change, Create, Send, Submission
 from qim.stores.api import CommitOutcome, CommitRequest, CommitStatus, GroupMembership, MessageStore
 from qim.stores.crypto import KeyRing
@@ -74,6 +80,7 @@ class WriterRole:
 
     A commit that is Fenced ends the process through `on_failure`: another writer owns the bucket (R-19.2.1-2).
     `is_full` says of a bucket that its instance has no room left: nothing new is taken then (DESIGN-data §1).
+    `outbox_retention` trims the embedded outbox, and refuses sends above its memory bound (§4).
     `relay` is there when fan-out reads a broker's topic instead of the stream that commits write.
     """
 
@@ -96,6 +103,7 @@ class WriterRole:
         quota: FanoutQuota | None = None,
         is_full: Callable[[int], bool] = lambda bucket: False,
         relay: OutboxRelay | None = None,
+        outbox_retention: OutboxRetention | None = None,
     ) -> None:
         self._name = name
         self._buckets = tuple(buckets)
@@ -115,6 +123,14 @@ class WriterRole:
         self._creator = GroupCreator(membership, placement, parameters)
         self._machines: dict[int, BucketMachine] = {}
         self._epochs: dict[int, int] = {}
+        self.retention = WriterRetention(
+            lambda: self._epochs, store, membership, outbox_retention, clock,
+            WriterRetentionSettings(
+                interval_ms=parameters.retention_interval_ms,
+                history_retention_ms=parameters.default_history_retention_days * DAY_MS,
+                version_retention_ms=parameters.membership_version_retention,
+            ),
+        )  # fmt: skip
         self._to_pump: dict[BucketMachine, None] = {}
         self._serving = False
         self._unanswered = 0
@@ -140,6 +156,7 @@ class WriterRole:
         self._backplane.on_notice(InternalOpcode.LAG_REPORT, self._lag_report)
         self._routes.on_change(self._link_fanout)
         self._link_fanout(self._routes.map)
+        self._start("retention", self.retention.run())
         self._serving = True
         log.info("writer_serving", role=self._name, count=len(grants))
 
@@ -160,7 +177,7 @@ class WriterRole:
             await self._relay.stop()
 
     def ready(self) -> bool:
-        return self._serving and not any(map(self._is_full, self._buckets))
+        return self._serving and not any(map(self._has_no_room, self._buckets))
 
     async def _open(self, grant: Grant) -> None:
         state = await self._store.open_bucket(grant.shard_id, grant.epoch, grant.grant_id)
@@ -244,7 +261,7 @@ class WriterRole:
         machine = self._machines.get(bucket)
         if refused is None and (machine is None or not self._serving):
             refused = self._failover
-        if refused is None and self._is_full(bucket):
+        if refused is None and self._has_no_room(bucket):
             refused = STORE_FULL
         if refused is not None:
             self._refuse(submission, refused)
@@ -255,6 +272,9 @@ class WriterRole:
             self._perform(machine, actions)
         self._pump_soon(machine)
         return ticket
+
+    def _has_no_room(self, bucket: int) -> bool:
+        return self._is_full(bucket) or self.retention.full
 
     def _lag_report(self, _peer: str, body: bytes) -> None:
         report = LagReport.FromString(body)

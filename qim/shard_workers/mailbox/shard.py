@@ -28,7 +28,7 @@ from qim.shard_workers.mailbox.fold import Verdict
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
 from qim.shard_workers.mailbox.members import LaneMembers, MemberDirectory
 from qim.shard_workers.mailbox.push import Covered, PushPump
-from qim.stores.api import AppendResult, AppendStatus, MailboxStore, ProgressRow, ShardState
+from qim.stores.api import AppendResult, AppendStatus, ChunkAppend, MailboxStore, ProgressRow, ShardState
 
 log = get_logger(__name__)
 
@@ -57,6 +57,8 @@ class ShardServices:
     chunk_gate: ChunkGate | None
     on_lanes_missed: Callable[[int, Sequence[int] | None], None]
     """(shard, lanes or all): their online devices may have missed a push."""
+    on_appended: Callable[[int, Sequence[ChunkAppend]], None] = lambda shard, items: None
+    """Entries of a shard were written."""
 
 
 class ShardRunner:
@@ -103,6 +105,10 @@ class ShardRunner:
             for lane in machine.lanes.active():
                 lags[lane] = machine.lag_ms(lane, now_ms)
         return lags
+
+    def retention_view(self) -> tuple[int, int] | None:
+        """(shard_epoch, offset of the fold stored last), None while memory is in doubt."""
+        return (self._grant.epoch, self.machine.saved_offset) if self._settled else None
 
     def doubt(self, reason: str) -> None:
         """Memory may not be what is stored: serve nothing until it was read again."""
@@ -248,6 +254,8 @@ class ShardRunner:
             if call.incarnation == self.machine.incarnation:
                 self.doubt(result.status.value)
             return
+        if result.applied:
+            self._services.on_appended(self.shard, call.append.tenant_items)
         machine = self.machine
         covered = machine.answered(call)
         if not machine.calls_in_flight():

@@ -209,6 +209,35 @@ async def test_history_is_forwarded_checked_and_limited() -> None:
         assert codes == [ErrorCode.RATE_LIMITED]
 
 
+async def test_the_session_list_is_forwarded_and_shares_the_rate_of_history() -> None:
+    async with running_gateway() as gateway:
+        client = await gateway.online("ann")
+        answered = pb.SessionListBatch(snapshot_revision=4, sessions=[pb.Session(conversation_id="dm:ann:bob")])
+        refuse = False
+
+        async def answer(peer: str, body: bytes) -> bytes:
+            if refuse:
+                return pb.SessionListPullReply(
+                    error=pb.Error(code=pb.SHARD_MOVED, retry_after_ms=9)
+                ).SerializeToString()
+            return pb.SessionListPullReply(batch=answered.SerializeToString()).SerializeToString()
+
+        gateway.backplane.answers[InternalOpcode.SESSION_LIST_PULL] = answer
+        pull = pb.PullSessionList(snapshot_revision=3)
+        batch = await client.expect(Opcode.SESSION_LIST_BATCH, client.send(Opcode.PULL_SESSION_LIST, pull))
+        assert batch == answered
+        asked = pb.SessionListPull.FromString(gateway.backplane.asked(InternalOpcode.SESSION_LIST_PULL)[0])
+        assert (asked.device.user_id, asked.pull) == ("ann", pull)
+        refuse = True
+        await client.expect_error(ErrorCode.SHARD_MOVED, client.send(Opcode.PULL_SESSION_LIST, pull))
+        await client.expect_error(ErrorCode.PERMISSION_DENIED, client.send(Opcode.PULL_SESSION_LIST, b"\xff"))
+        gateway.backplane.down.add("mailbox-0")
+        await client.expect_error(ErrorCode.SHARD_MOVED, client.send(Opcode.PULL_SESSION_LIST, pull))
+        ids = [client.send(Opcode.PULL_SESSION_LIST, pull) for _ in range(4)]
+        answers = [await client.receive() for _ in ids]
+        assert ErrorCode.RATE_LIMITED in [a.body.code for a in answers if a is not None]
+
+
 async def test_pulls_of_a_login_without_a_position_say_so() -> None:
     async with running_gateway() as gateway:
         for applied in (0, EPOCH_1 | 5):
