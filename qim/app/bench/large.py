@@ -201,6 +201,7 @@ def _report(
 ) -> PartReport:
     samples = traffic.samples
     during, otherwise = beside(samples.delivery_due_s, samples.delivery_ms, busy)
+    ack_during, ack_otherwise = beside(samples.ack_due_s, samples.ack_ms, busy)
     message_ms, floor_ms = summarize(quiet).p50_ms, summarize(floors).p50_ms
     missing = len(samples.ack_ms) - len(samples.delivery_ms)
     failures = [f"{missing} deliveries of 1:1 messages are missing"] if missing > 0 else []
@@ -229,6 +230,8 @@ def _report(
             "message_with_traffic_ms": [span.ms for span in busy],
             "delivery_during": during._asdict(),
             "delivery_otherwise": otherwise._asdict(),
+            "ack_during": ack_during._asdict(),
+            "ack_otherwise": ack_otherwise._asdict(),
         },
         failures=failures,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from qim.errors import Fenced, StoreError
 from qim.obs import metrics
 from qim.runtime.clock import Clock
+from qim.shard_workers.mailbox.lanes import HURRIED_IN_ROW_MAX
 from qim.stores.api import MailboxStore
 
 if TYPE_CHECKING:
@@ -23,31 +24,37 @@ if TYPE_CHECKING:
 class CallScheduler:
     """Whoever has work asks for a turn; each of a few slots sends about `entries_max` entries at a time.
 
-    While a batch that is not full is under way no other one starts: what arrives meanwhile goes together, and a call
-    costs as much as five entries.
+    A shard in which something small waits, or somebody behind something large, goes before those that only have large
+    shares to write, but for every fourth turn. While a batch that is not full is under way no other one starts: what
+    arrives meanwhile goes together, and a call costs as much as five entries.
     """
 
     def __init__(self, store: MailboxStore, clock: Clock, *, entries_max: int) -> None:
         self._store = store
         self._clock = clock
         self._entries_max = entries_max
-        self._queue: deque[ShardRunner] = deque()
-        self._queued: set[int] = set()
+        self._hurried: deque[ShardRunner] = deque()
+        self._others: deque[ShardRunner] = deque()
+        self._in_row = 0
+        """Turns of hurried shards since one of the others had one."""
         self._idle: deque[asyncio.Future[None]] = deque()
         self._small_under_way = False
 
     def want(self, shard: ShardRunner) -> None:
         """The shard may have a call to make; it gets one turn."""
-        if shard.shard in self._queued:
+        if shard in self._hurried:
             return
-        self._queued.add(shard.shard)
-        self._queue.append(shard)
+        if shard in self._others:
+            if not shard.hurries():
+                return
+            self._others.remove(shard)
+        (self._hurried if shard.hurries() else self._others).append(shard)
         self._wake_one()
 
     async def run_slot(self) -> None:
         """Send batches of calls for ever, one after another; as many slots run as batches may be in flight."""
         while True:
-            if not self._queue or self._small_under_way:
+            if self._small_under_way or not (self._hurried or self._others):
                 waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._idle.append(waiting)
                 await waiting
@@ -67,7 +74,7 @@ class CallScheduler:
 
     def _wake_one(self) -> None:
         """An idle slot, if there is anything for it to do."""
-        while self._idle and self._queue and not self._small_under_way:
+        while self._idle and not self._small_under_way and (self._hurried or self._others):
             waiting = self._idle.popleft()
             if not waiting.done():
                 waiting.set_result(None)
@@ -79,9 +86,7 @@ class CallScheduler:
         batch: list[tuple[ShardRunner, PlannedCall]] = []
         unfinished: list[ShardRunner] = []
         entries = 0
-        while self._queue and 2 * entries < self._entries_max:
-            shard = self._queue.popleft()
-            self._queued.discard(shard.shard)
+        while 2 * entries < self._entries_max and (shard := self._next_shard()) is not None:
             call = shard.next_call()
             if call is None:
                 continue
@@ -92,6 +97,13 @@ class CallScheduler:
         for shard in unfinished:
             self.want(shard)
         return batch, 2 * entries >= self._entries_max
+
+    def _next_shard(self) -> ShardRunner | None:
+        if self._hurried and (self._in_row < HURRIED_IN_ROW_MAX or not self._others):
+            self._in_row += 1
+            return self._hurried.popleft()
+        self._in_row = 0
+        return self._others.popleft() if self._others else None
 
     async def _send(self, shard: ShardRunner, call: PlannedCall) -> None:
         metrics.MAILBOX_WRITES_TOTAL.inc()

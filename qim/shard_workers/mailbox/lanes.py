@@ -143,6 +143,10 @@ class LaneQueues:
             lane.turn.remove(task.lane)
         self._queue(task.lane)
 
+    def hurries(self) -> bool:
+        """A lane waits that goes first."""
+        return bool(self._hurried)
+
     def has_chunks(self) -> bool:
         return bool(self._hurried or self._others)
 

@@ -228,6 +228,10 @@ class ShardRunner:
         self._draining = True
         await self._quiet.wait()
 
+    def hurries(self) -> bool:
+        """Something small waits for its turn, or somebody behind something large."""
+        return self.machine.lanes.hurries()
+
     def next_call(self) -> PlannedCall | None:
         """The shard's turn to send."""
         if not self._settled or self._draining:
@@ -289,6 +293,11 @@ class ShardRunner:
         progress: dict[tuple[int, int], ProgressRow] = {}
         if high > state.fold_offset + 1:
             progress = dict(await services.store.progress(shard, state.fold_offset + 1, high - 1))
+            # A late append of ours, from an older connection, may have saved the fold in between and dropped the
+            # progress below it: every record there would look unfinished and its lane would be refused for good.
+            again = await services.store.load_shard(shard, epoch)
+            if again.fold_offset != state.fold_offset:
+                raise StoreError(f"mailbox shard {shard}: C moved to {again.fold_offset} while its progress was read")
         ahead = self.machine.restore(state, progress, high, self._now_ms())
         self._feed = LogFeed(self.machine.next_offset, poll_interval_ms=services.poll_interval_ms)
         self._settled = True

@@ -35,8 +35,9 @@ class SlowStore(MemoryMailboxStore):
 class FakeShard:
     """A shard with some calls of some entries to make."""
 
-    def __init__(self, shard: int, calls: int, entries: int = ENTRIES_MAX) -> None:
+    def __init__(self, shard: int, calls: int, entries: int = ENTRIES_MAX, *, hurried: bool = False) -> None:
         self.shard = shard
+        self.hurried = hurried
         self.left = calls
         self.item = ChunkAppend(
             log_offset=0, lane=0, chunk_index=0, chunk_count=1, chunk_size=1, mailbox_seq=1, tenant_id="t",
@@ -44,6 +45,9 @@ class FakeShard:
         )  # fmt: skip
         self.machine = self
         self.events: list[str] = []
+
+    def hurries(self) -> bool:
+        return self.hurried
 
     def has_work(self) -> bool:
         return self.left > 0
@@ -119,6 +123,39 @@ async def test_calls_leave_in_the_order_they_were_planned() -> None:
         scheduler.want(cast(ShardRunner, shard))
     await rest()
     assert [shard for shard, _ in store.waiting] == [0, 1, 0]
+    await stop(tasks)
+
+
+async def test_shards_in_which_somebody_waits_go_first_but_for_every_fourth_turn() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store, slots=1)
+    others, urgent = [FakeShard(n, 2) for n in range(3)], FakeShard(7, 5)
+    for shard in (*others, urgent):
+        scheduler.want(cast(ShardRunner, shard))
+    urgent.hurried = True
+    scheduler.want(cast(ShardRunner, urgent))
+    await rest()
+    order = []
+    while store.waiting:
+        order.append(store.answer())
+        await rest()
+    assert order == [7, 7, 7, 0, 7, 7, 1, 2, 0, 1, 2]
+    await stop(tasks)
+
+
+async def test_while_a_small_batch_is_under_way_what_arrives_waits_for_the_next_one() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store)
+    shards = [FakeShard(n, 1, entries=6) for n in range(3)]
+    scheduler.want(cast(ShardRunner, shards[0]))
+    await rest()
+    for shard in shards[1:]:
+        scheduler.want(cast(ShardRunner, shard))
+    await rest()
+    assert [shard for shard, _ in store.waiting] == [0]
+    store.answer()
+    await rest()
+    assert [shard for shard, _ in store.waiting] == [1, 2]
     await stop(tasks)
 
 

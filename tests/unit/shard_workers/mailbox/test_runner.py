@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
@@ -28,6 +28,9 @@ from qim.protocol.qim_pb2 import (
     PullHistory,
 )
 from qim.registry.api import LeaseKind
+from qim.shard_workers.mailbox.expand import Dispatch
+from qim.shard_workers.mailbox.fold import AdmissionFold
+from qim.stores.api import ProgressRow
 from tests.unit.shard_workers.pipeline import LANES, SHARDS, TENANT, Pipeline, device, eventually
 
 AB = ids.direct_conversation_id("alice", "bob")
@@ -221,6 +224,33 @@ async def test_an_instance_that_lost_its_last_second_is_filled_again_without_any
     await eventually(lambda: world.mailbox.is_loaded(shard))
     await serving(world)
     await arrived(world, "bob", ["lost"])
+
+
+async def test_a_fold_saved_by_a_late_call_during_a_reload_refuses_no_lane(world: Pipeline) -> None:
+    """It drops the progress of records the reload still looks for: they must not count as unfinished."""
+    await world.send(AB, "alice", "one")
+    await arrived(world, "bob", ["one"])
+    shard = ids.mailbox_shard_id(TENANT, "bob", SHARDS)
+    read_progress = world.mailbox.progress
+
+    async def progress(number: int, first: int, last: int) -> Mapping[tuple[int, int], ProgressRow]:
+        if number == shard:
+            world.mailbox.progress = read_progress  # type: ignore[method-assign]
+            held = world.mailbox._held.shards[shard]
+            fold = AdmissionFold()
+            for offset, value in await world.dispatch_log.read(shard, 0):
+                dispatch = Dispatch(offset, value)
+                fold.admit(offset, dispatch.bucket, dispatch.source, dispatch.fencing_epoch)
+                held.fold, held.fold_offset = fold.encode(), offset
+            held.progress.clear()
+        return await read_progress(number, first, last)
+
+    world.mailbox.progress = progress  # type: ignore[method-assign, assignment]
+    world.mailbox.restart()
+    await eventually(lambda: world.mailbox.is_loaded(shard))
+    await serving(world)
+    assert not (await world.login("bob", 3)).HasField("error")
+    assert await world.texts("bob") == ["one"]
 
 
 async def test_a_lane_behind_a_held_chunk_shows_nothing_beyond_it() -> None:
