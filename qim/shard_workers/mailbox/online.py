@@ -62,8 +62,9 @@ class OnlineIndex:
     def __len__(self) -> int:
         return self._count
 
-    def open(self, device: OnlineDevice) -> None:
-        """A connection logged in; it replaces older sessions of the same device, never a newer one."""
+    def open(self, device: OnlineDevice) -> bool:
+        """A connection logged in; it replaces older sessions of the same device, never a newer one. False if it was
+        here already: whoever was not has missed what was pushed meanwhile."""
         devices = self.devices_of(device.tenant_id, device.user_id)
         kept = [
             other
@@ -72,6 +73,7 @@ class OnlineIndex:
             and (other.device_id != device.device_id or other.session_epoch > device.session_epoch)
         ]
         self._set(device.tenant_id, device.user_id, (*kept, device))
+        return all(other.identity() != device.identity() for other in devices)
 
     def close(self, tenant_id: str, user_id: str, gateway: str, connection_id: int) -> bool:
         """The connection is gone; False if it was not here."""
@@ -101,8 +103,9 @@ class OnlineIndex:
     def of_gateway(self, gateway: str) -> list[OnlineDevice]:
         return [device for device in self.all() if device.gateway == gateway]
 
-    def reconcile(self, present: Iterable[OnlineDevice], shards: frozenset[int]) -> int:
-        """Compare the devices of some shards with what the presence tables hold; returns the differences found.
+    def reconcile(self, present: Iterable[OnlineDevice], shards: frozenset[int]) -> tuple[int, list[OnlineDevice]]:
+        """Compare the devices of some shards with what the presence tables hold; the number of differences found, and
+        the devices that were missing.
 
         A missing one is added at once. One too many goes only when it is missing for the second time: a gateway that
         was late with its lease must not lose its pushes.
@@ -117,10 +120,10 @@ class OnlineIndex:
             if device.absent:
                 self.close(device.tenant_id, device.user_id, device.gateway, device.connection_id)
             device.absent = True
-        for device in found.values():
+        added = list(found.values())
+        for device in added:
             self.open(device)
-            differences += 1
-        return differences
+        return differences + len(added), added
 
     def _set(self, tenant_id: str, user_id: str, devices: tuple[OnlineDevice, ...]) -> None:
         users = self._tenants.setdefault(tenant_id, {})

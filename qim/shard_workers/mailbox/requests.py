@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, TypeVar
 
 from qim.core.cursor import CursorScope
@@ -73,6 +73,7 @@ class GatewayRequests:
         lane_count: int,
         cursor_key: Secret[bytes],
         on_gateway: Callable[[str], None],
+        on_missed: Callable[[Sequence[OnlineDevice]], None],
         on_fenced: Callable[[str, BaseException], None],
     ) -> None:
         self._shards = shards
@@ -86,6 +87,7 @@ class GatewayRequests:
         self._lane_count = lane_count
         self._cursor_key = cursor_key
         self._on_gateway = on_gateway
+        self._on_missed = on_missed
         self._on_fenced = on_fenced
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
 
@@ -122,7 +124,10 @@ class GatewayRequests:
         if runner is None:
             return OpenSessionReply(error=moved()).SerializeToString()
         self._on_gateway(request.gateway)
-        self._index.open(device)
+        if self._index.open(device) and request.reopen:
+            # It was online and not in the index: the presence tables did not show it when the shard opened (a lease
+            # that a clock step had ended), so no DIRTY was sent for what was pushed to nobody.
+            self._on_missed((device,))
         reply = await self._guarded(runner, device.lane, self._open(runner, device, request))
         if reply is None:
             reply = OpenSessionReply(error=moved())

@@ -145,6 +145,7 @@ class MailboxRole:
             lane_count=settings.lane_count,
             cursor_key=stores.cursor_key,
             on_gateway=self._know_gateway,
+            on_missed=self._mark_dirty,
             on_fenced=self._failed,
         )
 
@@ -272,7 +273,13 @@ class MailboxRole:
         self._dirty.mark(devices, self._clock.monotonic_ms(), spread_ms=SPREAD_MS if lanes is None else 0.0)
 
     def _reconcile(self, shards: frozenset[int]) -> int:
-        return self._index.reconcile(map(self._device, self._present()), shards)
+        """Differences between index and presence tables; a device that was missing may have missed pushes."""
+        differences, added = self._index.reconcile(map(self._device, self._present()), shards)
+        self._mark_dirty(added)
+        return differences
+
+    def _mark_dirty(self, devices: Sequence[OnlineDevice]) -> None:
+        self._dirty.mark(devices, self._clock.monotonic_ms(), spread_ms=SPREAD_MS)
 
     def _device(self, found: tuple[str, PresenceEntry]) -> OnlineDevice:
         gateway, entry = found

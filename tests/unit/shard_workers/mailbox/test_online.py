@@ -53,8 +53,7 @@ def test_a_newer_session_replaces_an_older_one_of_the_device_and_never_the_rever
 
 def test_the_same_connection_opens_again_without_doubling() -> None:
     index = OnlineIndex()
-    for epoch in (5, 5, 6):
-        index.open(device(connection=1, epoch=epoch))
+    assert [index.open(device(connection=1, epoch=epoch)) for epoch in (5, 5, 6)] == [True, False, False]
     assert [found.session_epoch for found in index.devices_of("t", "u")] == [6]
 
 
@@ -74,11 +73,12 @@ def test_reconciling_adds_at_once_and_removes_what_is_missing_twice() -> None:
     index.open(device("gone", connection=2))
     index.open(device("elsewhere", connection=3, shard=9))
     present = [device("kept", connection=1), device("new", connection=4), device("not ours", connection=5, shard=8)]
-    assert index.reconcile(present, frozenset({0})) == 2
+    differences, added = index.reconcile(present, frozenset({0}))
+    assert (differences, [found.user_id for found in added]) == (2, ["new"])
     assert index.users_of("t").keys() == {"kept", "gone", "elsewhere", "new"}
-    assert index.reconcile(present, frozenset({0})) == 1
+    assert index.reconcile(present, frozenset({0})) == (1, [])
     assert index.users_of("t").keys() == {"kept", "elsewhere", "new"}
-    assert index.reconcile(present, frozenset({0})) == 0
+    assert index.reconcile(present, frozenset({0})) == (0, [])
 
 
 def test_a_connection_that_is_found_again_starts_afresh() -> None:

@@ -196,6 +196,18 @@ async def test_a_shard_that_opens_tells_online_devices_to_look(world: Pipeline) 
     await eventually(lambda: len(world.gateway.pushed(7)) == 1)
 
 
+async def test_a_connection_that_was_in_no_presence_table_is_told_to_look_when_it_opens_again(world: Pipeline) -> None:
+    """Its gateway's lease had ended by a step of the clock when the shard opened."""
+    await world.login("bob", 7)
+    await world.login("bob", 7, reopen=True)
+    await world.kill("mailbox-0")
+    await world.start_mailbox()
+    await serving(world)
+    await world.login("bob", 7, reopen=True)
+    await eventually(lambda: 7 in world.gateway.dirty_connections(), timeout_s=8)
+    assert len(world.gateway.dirty) == 1, "the first reopening found it in the index"
+
+
 async def test_an_instance_that_lost_its_last_second_is_filled_again(world: Pipeline) -> None:
     await world.send(AB, "alice", "kept")
     await arrived(world, "bob", ["kept"])
