@@ -16,19 +16,24 @@ from typing import Final, TextIO
 from qim.app.connect import CONNECT_FILE, NodeAddress
 from qim.app.data_dir import claimed, mark_claimed, open_identity, write_durably
 from qim.app.own_node import STATE_FILE
-from qim.app.settings import NodeSettings, ProcessPlan, topology
+from qim.app.settings import NodeSettings, ProcessPlan
 from qim.app.tls import ensure_certificates, server_context
 from qim.app.wiring import CORE_INSTANCE, MAILBOX_INSTANCE, NodeContext, run_worker, settle_cluster_facts
 from qim.config.parameters import Parameters, load_parameters
 from qim.config.shapes import RangeMs
-from qim.errors import StartupError
-from qim.obs.logs import configure_logs
+from qim.errors import StartupError, StoreUnavailable
+from qim.obs.logs import configure_logs, get_logger
+from qim.registry.reaped import lease_owners, release_reaped
 from qim.runtime.affinity import usable_cpus
 from qim.runtime.prefork import ProcessSpec, Supervisor, SupervisorOptions
 from qim.runtime.redis_server import MAILBOX_OPTIONS, Fsync, RedisServer, default_binary
 from qim.stores.redis.instance import InstanceRole, Stamp, claim_instance, inspect_instance, join_roles
 
 LOG_FILE: Final = "node.log"
+SOON_MS: Final = 1000.0
+"""A worker that is started again within this time gets its leases back; those of a slower one move."""
+
+log = get_logger(__name__)
 
 
 def run_node(settings: NodeSettings) -> int:
@@ -88,8 +93,12 @@ def _supervise(context: NodeContext, *, known: bool) -> int:
         address.write(connect_file)
         print(_welcome(address, context), flush=True)
 
+    def before_workers() -> None:
+        claim_servers(context, known=known)
+        reset_leases(context)
+
     supervisor = Supervisor(
-        processes=[_process(context, plan) for plan in topology(settings.pools, apart=settings.apart)],
+        processes=[_process(context, plan) for plan in settings.processes()],
         servers=private_servers(settings, parameters),
         options=SupervisorOptions(
             state_file=settings.run_dir / STATE_FILE,
@@ -100,8 +109,9 @@ def _supervise(context: NodeContext, *, known: bool) -> int:
             restart_jitter_ratio=parameters.restart_backoff_jitter_ratio,
             restart_reset_ms=parameters.restart_backoff_reset_ms,
         ),
-        before_workers=partial(claim_servers, context, known=known),
+        before_workers=before_workers,
         on_ready=announce,
+        on_worker_died=partial(release_leases, context),
     )
     try:
         return supervisor.run()
@@ -127,6 +137,33 @@ def claim_servers(context: NodeContext, *, known: bool) -> None:
     asyncio.run(settle_cluster_facts(context))
     if not known:
         mark_claimed(context.settings)
+
+
+def reset_leases(context: NodeContext) -> None:
+    """Before the first fork: whoever ran here is dead, and everybody who will be started is expected, so that the first
+    worker of a pool does not take all of it. StartupError when the registry does not answer."""
+    address, settings = _core_address(context), context.settings
+    try:
+        release_reaped(address, [owner for owner in lease_owners(address) if settings.is_ours(owner)])
+        for process in settings.processes():
+            release_reaped(address, process.roles, process.name)
+    except StoreUnavailable as error:
+        raise StartupError(f"the registry does not answer: {error}; see the log of the server redis-core") from None
+
+
+def release_leases(context: NodeContext, process: str, delay_ms: float) -> None:
+    """A worker was reaped: its leases are free at once (DESIGN-data §6). If it comes back soon they wait for it."""
+    roles = next(plan.roles for plan in context.settings.processes() if plan.name == process)
+    try:
+        count = release_reaped(_core_address(context), roles, process if delay_ms <= SOON_MS else "")
+    except StoreUnavailable as error:
+        log.warning("leases_not_released", process=process, error=error)
+    else:
+        log.info("leases_released", process=process, count=count)
+
+
+def _core_address(context: NodeContext) -> str:
+    return f"unix://{context.settings.server_socket(CORE_INSTANCE)}"
 
 
 def _process(context: NodeContext, plan: ProcessPlan) -> ProcessSpec:

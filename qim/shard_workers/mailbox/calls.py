@@ -43,6 +43,12 @@ class CallScheduler:
                 waiting.set_result(None)
                 break
 
+    def forget(self, shard: ShardRunner) -> None:
+        """The shard is not of this process any more: its turn goes to whoever serves the id next."""
+        if shard in self._queue:
+            self._queue.remove(shard)
+            self._queued.discard(shard.shard)
+
     async def run_slot(self) -> None:
         """Send batches of calls for ever, one after another; as many slots run as batches may be in flight."""
         while True:
@@ -79,8 +85,9 @@ class CallScheduler:
         metrics.MAILBOX_WRITES_TOTAL.inc()
         try:
             result = await self._store.append(call.append)
-        except Fenced:
-            raise
+        except Fenced as error:
+            shard.call_fenced(error)
+            return
         except StoreError as error:
             metrics.MAILBOX_WRITE_FAILURES_TOTAL.inc()
             shard.call_failed(call, error)

@@ -101,6 +101,11 @@ class OnlineIndex:
     def of_gateway(self, gateway: str) -> list[OnlineDevice]:
         return [device for device in self.all() if device.gateway == gateway]
 
+    def forget_shard(self, shard: int) -> None:
+        """Another MailboxNode owns the shard."""
+        for device in self.of_shard(shard):
+            self.close(device.tenant_id, device.user_id, device.gateway, device.connection_id)
+
     def reconcile(self, present: Iterable[OnlineDevice], shards: frozenset[int]) -> int:
         """Compare the devices of some shards with what the presence tables hold; returns the differences found.
 
