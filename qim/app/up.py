@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final, TextIO
 
 from qim.app.connect import CONNECT_FILE, NodeAddress
@@ -51,8 +52,8 @@ def run_node(settings: NodeSettings) -> int:
         files = ensure_certificates(settings.tls_dir, settings.host, time.time_ns() // 1_000_000)
         for name, port in (("port", settings.port), ("admin port", settings.admin_port)):
             _require_free(settings.host, port, name)
-        with _log_stream(settings) as log_stream:
-            configure_logs(stream=log_stream, process="supervisor")
+        with log_stream(settings) as stream:
+            configure_logs(stream=stream, process="supervisor")
             context = NodeContext(
                 settings=settings,
                 parameters=parameters,
@@ -60,7 +61,7 @@ def run_node(settings: NodeSettings) -> int:
                 keys=keys,
                 client_tls=server_context(files),
                 admin_tls=server_context(files, alpn=("http/1.1",)),
-                log_stream=log_stream,
+                log_stream=stream,
             )
             return _supervise(context, known=identity.servers_claimed)
 
@@ -98,17 +99,9 @@ def _supervise(context: NodeContext, *, known: bool) -> int:
         reset_leases(context)
 
     supervisor = Supervisor(
-        processes=[_process(context, plan) for plan in settings.processes()],
+        processes=[worker_process(context, plan) for plan in settings.processes()],
         servers=private_servers(settings, parameters),
-        options=SupervisorOptions(
-            state_file=settings.run_dir / STATE_FILE,
-            drain_timeout_ms=parameters.drain_timeout_ms,
-            restart_initial_ms=parameters.restart_backoff_initial_ms,
-            restart_max_ms=parameters.restart_backoff_max_ms,
-            restart_factor=parameters.restart_backoff_factor,
-            restart_jitter_ratio=parameters.restart_backoff_jitter_ratio,
-            restart_reset_ms=parameters.restart_backoff_reset_ms,
-        ),
+        options=supervisor_options(context, settings.run_dir / STATE_FILE),
         before_workers=before_workers,
         on_ready=announce,
         on_worker_died=partial(release_leases, context),
@@ -139,6 +132,20 @@ def claim_servers(context: NodeContext, *, known: bool) -> None:
         mark_claimed(context.settings)
 
 
+def supervisor_options(context: NodeContext, state_file: Path) -> SupervisorOptions:
+    """Times of the parameters."""
+    parameters = context.parameters
+    return SupervisorOptions(
+        state_file=state_file,
+        drain_timeout_ms=parameters.drain_timeout_ms,
+        restart_initial_ms=parameters.restart_backoff_initial_ms,
+        restart_max_ms=parameters.restart_backoff_max_ms,
+        restart_factor=parameters.restart_backoff_factor,
+        restart_jitter_ratio=parameters.restart_backoff_jitter_ratio,
+        restart_reset_ms=parameters.restart_backoff_reset_ms,
+    )
+
+
 def reset_leases(context: NodeContext) -> None:
     """Before the first fork: whoever ran here is dead, and everybody who will be started is expected, so that the first
     worker of a pool does not take all of it. StartupError when the registry does not answer."""
@@ -166,7 +173,7 @@ def _core_address(context: NodeContext) -> str:
     return f"unix://{context.settings.server_socket(CORE_INSTANCE)}"
 
 
-def _process(context: NodeContext, plan: ProcessPlan) -> ProcessSpec:
+def worker_process(context: NodeContext, plan: ProcessPlan) -> ProcessSpec:
     """Gateway worker i is pinned to core i; the others go where there is room."""
     cpu = None
     kind, _, index = plan.name.partition("-")
@@ -213,7 +220,7 @@ def _welcome(address: NodeAddress, context: NodeContext) -> str:
 
 
 @contextmanager
-def _log_stream(settings: NodeSettings) -> Iterator[TextIO]:
+def log_stream(settings: NodeSettings) -> Iterator[TextIO]:
     """Standard error belongs to the operator when it is a terminal; a service manager gets the lines there."""
     if not sys.stderr.isatty():
         yield sys.stderr

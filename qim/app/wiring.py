@@ -419,7 +419,7 @@ class RoleBuilder:
             backplane=self._backplane,
             clock=self._clock,
             on_failure=self._on_failure,
-            gateways=[f"gateway-{i}" for i in range(pools.gateway)],
+            gateways=self._gateways(),
             instance_of=lambda _: MAILBOX_INSTANCE,
             present=partial(_present, self._settings.run_dir, self._clock, parameters.presence_lease_ttl),
             chunk_gate=self._chunk_gate,
@@ -445,6 +445,16 @@ class RoleBuilder:
         return AdminRole(
             plane, host=self._settings.host, port=self._settings.admin_port, tls_context=self._context.admin_tls
         )
+
+    def _gateways(self) -> list[str]:
+        """Gateways of the host; one that joined finds those of the node by their presence tables."""
+        if not self._settings.first_index:
+            return [f"gateway-{i}" for i in range(self._settings.pools.gateway)]
+        found = sorted(
+            path.stem.removeprefix("presence-") for path in self._settings.run_dir.glob("presence-gateway-*.tbl")
+        )
+        self._backplane.learn({gateway: gateway for gateway in found})
+        return found
 
     def _link_writers(self, routes: RouteMap) -> None:
         """Keep a link to every writer."""
