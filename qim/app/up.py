@@ -26,6 +26,7 @@ from qim.errors import StartupError, StoreUnavailable
 from qim.obs.logs import configure_logs, get_logger
 from qim.registry.reaped import lease_owners, release_reaped
 from qim.runtime.affinity import usable_cpus
+from qim.runtime.file_limit import raise_file_limit
 from qim.runtime.prefork import ProcessSpec, Supervisor, SupervisorOptions
 from qim.runtime.redis_server import MAILBOX_OPTIONS, Fsync, RedisServer, default_binary
 from qim.stores.redis.instance import InstanceRole, Stamp, claim_instance, inspect_instance, join_roles
@@ -39,6 +40,7 @@ log = get_logger(__name__)
 
 def run_node(settings: NodeSettings) -> int:
     """Run the node until it is told to stop; the exit code. StartupError, one line, when it cannot start."""
+    raise_file_limit()
     parameters = load_parameters(settings.parameters_file, os.environ)
     spread = RangeMs(min_ms=0, max_ms=settings.login_spread_ms)
     parameters = replace(

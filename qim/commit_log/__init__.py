@@ -1,1 +1,1 @@
-"""CommitLog: outbox, dispatch and compacted topics (DESIGN §4); embedded in Redis streams, Kafka later."""
+"""CommitLog: outbox and dispatch; embedded in Redis streams, or topics of Kafka or Redpanda (DESIGN §4)."""

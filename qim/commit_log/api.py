@@ -39,13 +39,8 @@ class Fence(NamedTuple):
     epoch: int
 
 
-class CommitLog(Protocol):
-    """One topic."""
-
-    async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
-        """Append (partition, value) pairs, offsets in the order given. Fenced: nothing appended. StoreUnavailable: any
-        prefix may have been appended; the caller repeats and consumers drop duplicates by source."""
-        ...
+class LogReader(Protocol):
+    """One topic, as its consumers see it."""
 
     async def read(
         self, partition: int, offset: int, *, max_records: int = 500, max_bytes: int = 4 << 20
@@ -54,9 +49,19 @@ class CommitLog(Protocol):
         above the high one: never skips, never jumps."""
         ...
 
-    async def watermarks(self, partition: int) -> Watermarks: ...
-
     async def identity(self) -> LogIdentity: ...
+
+
+class CommitLog(LogReader, Protocol):
+    """One topic, and what its producers do."""
+
+    async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
+        """Append (partition, value) pairs, offsets in the order given. Fenced: nothing appended; a broker cannot
+        enforce that, see `kafka`. StoreUnavailable: of each partition any prefix may have been appended; the caller
+        repeats and consumers drop duplicates by source."""
+        ...
+
+    async def watermarks(self, partition: int) -> Watermarks: ...
 
 
 class CheckpointStore(Protocol):

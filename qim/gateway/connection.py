@@ -178,6 +178,8 @@ class ClientConnection(asyncio.BufferedProtocol):
         return self._receive.raw
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self.machine.state is State.CLOSING:
+            return
         data = self._receive.view[:nbytes].tobytes()
         now_ms = self._owner.now_ms()
         try:
@@ -308,6 +310,8 @@ class ClientConnection(asyncio.BufferedProtocol):
             if self.transport is not None:
                 if self._queue is not None:
                     self.transport.write_nocheck(b"".join(self._queue.take(self._limits.quantum_bytes)))
+                # it may have been paused, and TLS ends with what the peer answers
+                self.transport.resume_reading()
                 self.transport.close()
 
     def abort(self, reason: str) -> None:

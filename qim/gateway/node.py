@@ -16,8 +16,9 @@ from typing import Final
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from qim.config.parameters import Parameters
+from qim.core.rate_limit import RateLimiter
 from qim.errors import StartupError
-from qim.gateway.admission import Admission, ConnectLimiter, RateLimiter
+from qim.gateway.admission import Admission, ConnectLimiter
 from qim.gateway.auth import TokenVerifier
 from qim.gateway.connection import ClientConnection, ReceiveBuffer, TickWriter
 from qim.gateway.frames import FrameRouter

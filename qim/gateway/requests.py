@@ -278,6 +278,8 @@ class Requests:
     def _refuse(self, connection: ClientConnection, frame: Frame, refused: Refused) -> None:
         if refused.detail == Detail.BAD_REQUEST:
             metrics.BAD_REQUEST_TOTAL.labels(opcode=Opcode(frame.opcode).name).inc()
+        elif refused.code is ErrorCode.CURSOR_INVALID:
+            metrics.CURSOR_INVALID_TOTAL.inc()
         connection.error(refused.code, frame.request_id, detail=refused.detail)
 
     def _refuse_send(

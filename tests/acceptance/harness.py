@@ -54,6 +54,8 @@ WITHOUT_FANOUT = ("gateway-0", "writer-0", "mailbox-0")
 SHARDS = 16
 WAIT_S = 30.0
 TOKEN_TTL_S = 3600
+_MAILBOX_NOTICES = (InternalOpcode.DISPATCH_HINT, InternalOpcode.CLOSE_SESSION, InternalOpcode.PRESENCE_STALE)
+_MAILBOX_REQUESTS = (InternalOpcode.OPEN_SESSION, InternalOpcode.MAILBOX_PULL, InternalOpcode.HISTORY_PULL)
 _DEFAULTS: dict[str, Any] = {
     "mailbox_shard_count": SHARDS,
     "presence_slots_per_worker": 1024,
@@ -76,6 +78,7 @@ class Node:
         self.clock = SystemClock()
         self.tasks = TaskSet(self.failed)
         self.backplane: UnixBackplane
+        self._builder: RoleBuilder
         self._ca_context = ca_context
         self._devices: list[Device] = []
         self._clients: list[Client] = []
@@ -239,6 +242,23 @@ class Node:
 
     # ---------------------------------------------------------------------------------------------------------- life
 
+    async def stop_mailbox(self) -> None:
+        """As if the MailboxNode's process had died: what it kept in memory is gone, and nobody answers for it."""
+        old = self.mailbox
+        await old.stop()
+        for opcode in _MAILBOX_NOTICES:
+            del self.backplane._notices[opcode]
+        for opcode in _MAILBOX_REQUESTS:
+            del self.backplane._requests[opcode]
+        self.backplane._listeners.remove(old._on_link)
+        self.backplane._own_wanted.difference_update(old._known_gateways)
+
+    async def start_mailbox(self) -> None:
+        """Its successor, with new grants, once it serves."""
+        self.roles["mailbox-0"] = self._builder.build("mailbox-0")
+        await self.mailbox.start()
+        await until(self.mailbox.ready)
+
     async def start(self, roles: Sequence[str], chunk_gate: Callable[[int, int, int], bool] | None) -> None:
         """In the order of a worker process: owners of data before anything can reach them."""
         self.backplane = UnixBackplane(
@@ -246,8 +266,10 @@ class Node:
         )
         await self.outside.connect()
         routes = RouteCache(self.outside.registry, self.tasks, poll_interval_ms=self.parameters.route_poll_interval_ms)
-        builder = RoleBuilder(self.context, self.outside, self.backplane, routes, self.failed, chunk_gate=chunk_gate)
-        self.roles = {name: builder.build(name) for name in roles}
+        self._builder = RoleBuilder(
+            self.context, self.outside, self.backplane, routes, self.failed, chunk_gate=chunk_gate
+        )
+        self.roles = {name: self._builder.build(name) for name in roles}
         for role in self.roles.values():
             if not isinstance(role, GatewayRole):
                 await role.start()

@@ -132,7 +132,7 @@ async def log_in_all(node: Node) -> Sequence[Login]:
 async def check_tampering(node: Node, group: str) -> None:
     """A wrong SYNC_COMPLETE opens nothing: no ONLINE_READY, no push, until the right one comes."""
     user = USERS[0]
-    sender, device = await node.online("sender"), await node.device(user, "tampered")
+    sender, device = await node.online("sender", "laptop"), await node.device(user, "tampered")
     welcome = await device.log_in()
     await device.pull_through(0, welcome.sync_to_seq)
     for wrong in (welcome.sync_to_seq + 1, welcome.sync_to_seq - 1, 0, (1 << 63) - 1):

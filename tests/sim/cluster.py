@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
 from qim.admin.tokens import TokenIssuer
-from qim.commit_log.api import LogIdentity
+from qim.commit_log.api import Fence, LogIdentity
 from qim.commit_log.memory import MemoryCheckpointStore, MemoryCommitLog
 from qim.config.parameters import Parameters, default_parameters
 from qim.core.secret import Secret
@@ -105,7 +105,7 @@ class Instance:
         mailbox = cluster.connection(process, cluster.mailbox, "mailbox")
         self.messages: Any = Remote(message, cluster.messages)
         self.outbox: Any = Remote(message, cluster.outbox)
-        self.dispatch_log: Any = Remote(log, cluster.dispatch_log)
+        self.dispatch_log: Any = Remote(log, cluster.broker if cluster.plan.broker else cluster.dispatch_log)
         self.checkpoints: Any = Remote(log, cluster.checkpoints)
         self.registry: Any = Remote(registry, cluster.registry)
         self.mailboxes = SimMailboxStore(mailbox, cluster.mailbox, cluster.plan.shards)
@@ -267,6 +267,7 @@ class Cluster:
         self.dispatch_log = MemoryCommitLog(
             dispatch, records_of=self.dispatched.__getitem__, checkpoints=self.checkpoints
         )
+        self.broker = Broker(self.dispatch_log)
         self.registry = MemoryShardRegistry()
         self.presence: dict[str, SimPresence] = {}
         self.listeners: list[SimListener] = []
@@ -458,6 +459,14 @@ class Cluster:
         self.oracle.mailbox_rolled_back()
         self.loop.world_later(down_s, self.mailbox.restart)
 
+    def blackout(self, since_s: float, down_s: float) -> None:
+        """Power fails: every worker and the mailbox instance end at once."""
+        for worker in self.workers.values():
+            if worker.process is not None and worker.process.alive:
+                worker.down_for_s = down_s
+                worker.died(worker.process)
+        self.mailbox_lost(since_s, down_s)
+
     def core_crash(self, down_s: float) -> None:
         self.core.crash()
         self.loop.world_later(down_s, self.core.restart)
@@ -530,6 +539,21 @@ class Cluster:
             device.store.really_close()
 
 
+class Broker:
+    """The dispatch log as a broker keeps it: no fence, and of an append that was cut off a prefix may be there."""
+
+    splits = True
+
+    def __init__(self, log: MemoryCommitLog) -> None:
+        self._log = log
+        self.read = log.read
+        self.watermarks = log.watermarks
+        self.identity = log.identity
+
+    async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
+        return await self._log.append(records)
+
+
 class Administrator:
     """The management plane: adds and removes members."""
 
@@ -574,6 +598,6 @@ def _parameters(plan: Plan) -> Parameters:
         "per_sender_in_conversation_burst": 1000,
     }
     if plan.tight_rate:
-        changes["per_sender_in_conversation_rate"] = {"messages": 1, "per_ms": 40}
-        changes["per_sender_in_conversation_burst"] = 3
+        changes["per_sender_in_conversation_rate"] = {"messages": 1, "per_ms": 12}
+        changes["per_sender_in_conversation_burst"] = 2
     return default_parameters(**changes)

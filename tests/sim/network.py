@@ -121,7 +121,7 @@ class Link:
         if not self.up or self.severed:
             return
         self.severed = True
-        delay_s = self._rng.choice((0.0002, 0.002, 0.05))
+        delay_s = self._rng.choice((0.0002, 0.02, 0.3))
         self.network.loop.world_later(delay_s, self._lost, self.generation)
 
     def _lost(self, generation: int) -> None:

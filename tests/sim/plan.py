@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-WORK_S: Final = 8.0
+WORK_S: Final = 12.0
 """Sends and faults happen before this virtual time."""
-FAULTS_END_S: Final = 11.0
+FAULTS_END_S: Final = 14.0
 """From here on everything works again."""
 
 
@@ -33,6 +33,8 @@ class Plan:
     apart: bool
     """Each role has a process of its own; otherwise writer, fan-out and mailbox share one."""
     pools: dict[str, int]
+    broker: bool
+    """The dispatch log is one of a broker."""
     fold_save_records: int
     entries_max: int
     tight_rate: bool
@@ -67,7 +69,7 @@ CALLS: Final = (
 def make_plan(seed: int) -> Plan:
     """The plan of a seed."""
     rng = random.Random(f"{seed}/plan")
-    users = [f"u{i}" for i in range(rng.randint(3, 6))]
+    users = [f"u{i}" for i in range(rng.randint(3, 8))]
     devices = [(user, f"{user}-d{k}") for user in users for k in range(1 + (rng.random() < 0.3))]
     plan = Plan(
         seed=seed,
@@ -81,12 +83,13 @@ def make_plan(seed: int) -> Plan:
             "mailbox": rng.choice((1, 1, 2)),
             "gateway": rng.choice((1, 2)),
         },
+        broker=rng.random() < 0.3,
         fold_save_records=rng.choice((2, 4, 8)),
-        entries_max=rng.choice((2, 3, 8)),
+        entries_max=rng.choice((1, 2, 3, 8)),
         tight_rate=rng.random() < 0.3,
         users=users,
         devices=devices,
-        groups={f"grp{i}": users[: rng.randint(2, len(users))] for i in range(rng.randint(0, 2))},
+        groups={f"grp{i}": users[: rng.randint(2, len(users))] for i in range(rng.randint(1, 2))},
     )
     plan.work = _work(plan, rng)
     plan.faults = _faults(plan, random.Random(f"{seed}/faults"))
@@ -99,7 +102,7 @@ def _work(plan: Plan, rng: random.Random) -> list[Step]:
         creator = next(device for user, device in plan.devices if user == members[0])
         steps.append(Step(0.8 + rng.random(), "create_group", (creator, group, tuple(members))))
     message = 0
-    for _ in range(rng.randint(8, 20)):
+    for _ in range(rng.randint(15, 40)):
         at_s = 1.0 + rng.random() * (WORK_S - 1.0)
         user, device = rng.choice(plan.devices)
         if plan.groups and rng.random() < 0.5:
@@ -107,10 +110,10 @@ def _work(plan: Plan, rng: random.Random) -> list[Step]:
         else:
             other = rng.choice([found for found in plan.users if found != user])
             conversation = "dm:" + ":".join(sorted((user, other)))
-        for _ in range(rng.choice((1, 1, 2, 3, 6))):
+        for _ in range(rng.choice((1, 1, 2, 4, 8))):
             message += 1
             steps.append(Step(at_s, "send", (device, conversation, f"m{message}")))
-            at_s += rng.choice((0.0, 0.0, 0.002, 0.02, 0.3)) * rng.random()
+            at_s += rng.choice((0.0, 0.001, 0.01, 0.02, 0.3)) * rng.random()
     for group in plan.groups:
         for _ in range(rng.randint(0, 2)):
             kind = rng.choice(("group_add", "group_remove", "group_remove"))
@@ -120,8 +123,8 @@ def _work(plan: Plan, rng: random.Random) -> list[Step]:
 
 def _faults(plan: Plan, rng: random.Random) -> list[Step]:
     steps: list[Step] = []
-    for _ in range(rng.randint(2, 9)):
-        steps += _fault(plan, rng, 0.6 + rng.random() * (WORK_S - 0.2))
+    for _ in range(rng.randint(2, 14)):
+        steps += _fault(plan, rng, 0.6 + rng.random() * (FAULTS_END_S - 1.6))
     return sorted(steps, key=lambda step: step.at_s)
 
 
@@ -137,8 +140,8 @@ def _fault(plan: Plan, rng: random.Random, at_s: float) -> list[Step]:
     kind = rng.choices(
         ("crash", "crash_at", "break_at", "takeover", "takeover_at", "split", "pause", "clock", "break", "slow",
          "server_freeze", "mailbox_lost", "mailbox_lost_at", "core_crash", "cut", "lag", "pipe", "hold", "device",
-         "mailbox_lost_twin"),
-        (14, 14, 12, 5, 6, 8, 5, 7, 6, 5, 4, 8, 8, 2, 10, 4, 5, 3, 6, 4),
+         "mailbox_lost_twin", "blackout"),
+        (14, 14, 12, 5, 6, 8, 5, 7, 6, 8, 4, 8, 8, 2, 12, 4, 5, 3, 6, 4, 2),
     )[0]  # fmt: skip
     steps = [Step(at_s, kind, ())]
     if kind == "crash":
@@ -168,6 +171,8 @@ def _fault(plan: Plan, rng: random.Random, at_s: float) -> list[Step]:
         steps = [Step(at_s, kind, (rng.random() * 2.0, short_s))]
     elif kind == "mailbox_lost_twin":
         steps = [Step(at_s, "crash", (back, 0, short_s)), Step(at_s, "mailbox_lost", (rng.random() * 2.0, short_s))]
+    elif kind == "blackout":
+        steps = [Step(at_s, kind, (rng.random() * 2.0, short_s))]
     elif kind == "core_crash":
         steps = [Step(at_s, kind, (short_s,))]
     elif kind == "cut":

@@ -72,6 +72,8 @@ class Server:
         self.executed: Callable[[Connection, str, tuple[Any, ...], Any], None] = lambda *_: None
         """Told of every call that was executed: (connection, method, arguments, outcome)."""
         self._backlog: deque[_Call] = deque()
+        self._late: list[list[Any]] = []
+        """[calls of others still to be executed before it, call]: what a broken connection left in its buffer."""
 
     def arrive(self, call: _Call) -> None:
         if call.dead:
@@ -99,13 +101,28 @@ class Server:
         """It ends; what is not executed is lost."""
         self.up = False
         self._backlog.clear()
+        self._late.clear()
         for connection in list(self.connections):
             connection.break_(rest_executed=False)
 
     def restart(self) -> None:
         self.up = True
 
+    def arrive_late(self, call: _Call, after_calls: int) -> None:
+        """Execute the call once so many of other connections were."""
+        self._late.append([after_calls, call])
+
     def _execute(self, call: _Call) -> None:
+        self._carry_out(call)
+        late, self._late = self._late, []
+        for waiting in late:
+            waiting[0] -= 1
+            if waiting[0] > 0:
+                self._late.append(waiting)
+            else:
+                self._carry_out(waiting[1])
+
+    def _carry_out(self, call: _Call) -> None:
         call.done = True
         args, kwargs = call.args
         outcome: Any
@@ -128,11 +145,11 @@ class MailboxServer(Server):
             store._loaded = _Everything()  # type: ignore[assignment]  # connections know what they loaded
         self._not_durable: deque[tuple[float, str, tuple[Any, ...]]] = deque()
 
-    def _execute(self, call: _Call) -> None:
+    def _carry_out(self, call: _Call) -> None:
         if call.method in WRITES:
             self._not_durable.append((self.loop.time(), call.method, call.args[0]))
             self._harden(self.loop.time() - DURABLE_AFTER_S)
-        super()._execute(call)
+        super()._carry_out(call)
 
     def lose_since(self, since_s: float) -> int:
         """Go back to what was durable at `since_s`, at most DURABLE_AFTER_S ago; how many writes are lost."""
@@ -209,12 +226,18 @@ class Connection:
         kept = {True: len(waiting), False: 0, None: self._rng.randint(0, len(waiting))}[rest_executed]
         for call in waiting[kept:]:
             call.dead = True
-        delay_s = self._rng.choice((0.0, 0.01, 0.2, 1.5))
+        after_calls, delay_s = self._rng.choice((0, 1, 2, 3, 5, 8)), self._rng.choice((0.0, 0.01, 0.2, 1.5))
         for call in waiting[:kept]:
             late = _Call(self, call.target, call.method, call.args[0], call.args[1], call.future)
             late.generation = -1
             call.dead = True
-            self.server.loop.world_later(delay_s, self.server.arrive, late)
+            if call is waiting[kept - 1] and getattr(call.target, "splits", False) and call.method == "append":
+                records = call.args[0][0]
+                late.args = ((records[: self._rng.randint(0, len(records))],), {})
+            if after_calls:
+                self.server.arrive_late(late, after_calls)
+            else:
+                self.server.loop.world_later(delay_s, self.server.arrive, late)
         for call in calls:
             if not call.future.done():
                 call.future.set_exception(StoreUnavailable(f"{self.purpose}: connection lost"))

@@ -217,7 +217,13 @@ class FakeNode:
         return pb.HistoryPullReply(batch=batch.SerializeToString()).SerializeToString()
 
     def push(
-        self, opened: pb.OpenSession, mailbox_seq: int, *, session_epoch: int | None = None, user_id: str | None = None
+        self,
+        opened: pb.OpenSession,
+        mailbox_seq: int,
+        *,
+        session_epoch: int | None = None,
+        user_id: str | None = None,
+        payload: bytes = b"hello",
     ) -> None:
         """PUSH_BATCH of one entry to the connection of `opened`; other epochs and users can be claimed."""
         device = opened.device
@@ -228,5 +234,5 @@ class FakeNode:
             mailbox_seq,
             pb.Entry(mailbox_seq=mailbox_seq, event_id=mailbox_seq).SerializeToString(),
         )
-        common = pb.Entry(conversation_id="dm:ann:bob", payload_or_ciphertext=b"hello").SerializeToString()
+        common = pb.Entry(conversation_id="dm:ann:bob", payload_or_ciphertext=payload).SerializeToString()
         self.backplane.deliver(InternalOpcode.PUSH_BATCH, encode_push_batch(device.tenant_id, common, [recipient]))

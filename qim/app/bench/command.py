@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,7 @@ def run_bench(*, seconds: int, parts: Sequence[str] | None, results_dir: Path) -
         raise StartupError(f"cannot write results to {results_dir}: {error.strerror}") from None
     failed = False
     for name in chosen:
-        report = PARTS[name](float(seconds), lambda line, name=name: _progress(name, line))  # type: ignore[misc]
+        report = PARTS[name](float(seconds), partial(_progress, name))
         path = report.write(results_dir)
         print(f"{report.text()}\n  details: {path}", flush=True)
         failed = failed or bool(report.failures)

@@ -83,14 +83,14 @@ class RunResult:
 
 async def generate(pipe: Pipe) -> None:
     """Main of the process."""
-    generator = _Generator()
+    generator = Generator()
     try:
         await serve(pipe, generator.handle)
     finally:
         generator.close()
 
 
-class _Generator:
+class Generator:
     def __init__(self) -> None:
         self._people: list[Person] = []
         self._idle = Samples()

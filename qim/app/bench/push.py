@@ -55,26 +55,27 @@ def run_push(seconds: float, progress: Progress, *, receivers: int = RECEIVERS) 
                 )
                 single = _rounds(driver, 1, seconds, progress)
                 coalesced = _rounds(driver, COALESCED, seconds, progress)
-    return _report(single, coalesced, receivers, seconds)
+    return report_of(single, coalesced, receivers, seconds)
 
 
 def _rounds(driver: Child, frames: int, seconds: float, progress: Progress) -> list[Block]:
     blocks: list[Block] = driver.call(Rounds(frames=frames, seconds=seconds), seconds + _MARGIN_S)
-    gateway_us, floor_us = _median(blocks)
+    gateway_us, floor_us = median_us(blocks)
     progress(f"{frames} frames a tick: gateway {gateway_us:.2f} µs, bare write {floor_us:.2f} µs a frame")
     return blocks
 
 
-def _median(blocks: Sequence[Block]) -> tuple[float, float]:
+def median_us(blocks: Sequence[Block]) -> tuple[float, float]:
     """(gateway, floor); the gateway's is the floor's times the median ratio of neighbours, so that a drift of the
     machine between blocks cancels."""
     floor_us = statistics.median(block.floor_us for block in blocks)
     return floor_us * statistics.median(block.gateway_us / block.floor_us for block in blocks), floor_us
 
 
-def _report(single: Sequence[Block], coalesced: Sequence[Block], receivers: int, seconds: float) -> PartReport:
-    single_us, floor_us = _median(single)
-    coalesced_us, coalesced_floor_us = _median(coalesced)
+def report_of(single: Sequence[Block], coalesced: Sequence[Block], receivers: int, seconds: float) -> PartReport:
+    """Figures of both kinds of blocks."""
+    single_us, floor_us = median_us(single)
+    coalesced_us, coalesced_floor_us = median_us(coalesced)
     rival: Mapping[str, Any] = {"beside": "Centrifugo, one core", "beside_value": CENTRIFUGO_US}
     return PartReport(
         part="push",

@@ -72,9 +72,9 @@ def run_direct(seconds: float, progress: Progress) -> PartReport:
     return PartReport(
         part="direct",
         conditions=conditions,
-        figures=[*_direct_figures(found), *_overload_figures(found)],
+        figures=[*direct_figures(found), *overload_figures(found)],
         details=_details(found),
-        failures=_failures(found),
+        failures=failures_of(found),
     )
 
 
@@ -91,9 +91,9 @@ def run_group(seconds: float, progress: Progress) -> PartReport:
     return PartReport(
         part="group",
         conditions=conditions,
-        figures=[*_group_figures(found), *_overload_figures(found)],
+        figures=[*group_figures(found), *overload_figures(found)],
         details=_details(found),
-        failures=_failures(found),
+        failures=failures_of(found),
     )
 
 
@@ -121,7 +121,8 @@ def _measure(
     return Measured(light=light_point, best=best, overload=overload)
 
 
-def _direct_figures(found: Measured) -> list[Figure]:
+def direct_figures(found: Measured) -> list[Figure]:
+    """Beside WuKongIM, which has no rate without a P99 of half a second, and the prototype of the same hops."""
     best = found.best
     figures = [_light_figure(found.light)]
     if best is None:
@@ -144,7 +145,8 @@ def _direct_figures(found: Measured) -> list[Figure]:
     ]  # fmt: skip
 
 
-def _group_figures(found: Measured) -> list[Figure]:
+def group_figures(found: Measured) -> list[Figure]:
+    """The same per delivery to somebody else than the sender."""
     best = found.best
     figures = [_light_figure(found.light)]
     if best is None:
@@ -191,7 +193,8 @@ def _pool_figures(point: Point, per: int, unit: str) -> list[Figure]:
     return [*figures, Figure(name="  CPU of the generator, apart", value=point.generator_us / per, unit=unit)]
 
 
-def _overload_figures(found: Measured) -> list[Figure]:
+def overload_figures(found: Measured) -> list[Figure]:
+    """Delivery must keep up with what is admitted; the rest is refused."""
     point = found.overload
     if point is None:
         return []
@@ -217,7 +220,7 @@ def _details(found: Measured) -> dict[str, object]:
     return {name: point.json() for name, point in points.items() if point is not None}
 
 
-def _failures(found: Measured) -> list[str]:
+def failures_of(found: Measured) -> list[str]:
     """What no load may cause: a message that is acknowledged and never arrives, or is never answered."""
     failures = []
     for name, point in (("light", found.light), ("best", found.best), ("overload", found.overload)):

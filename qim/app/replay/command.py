@@ -21,7 +21,9 @@ from qim.app.replay.plan import DayPlan, plan_day, read_day
 from qim.app.replay.run import DayRun, play_day
 from qim.app.settings import PoolSizes
 from qim.errors import StartupError
+from qim.obs.logs import configure_logs
 from qim.runtime.clock import SystemClock
+from qim.runtime.file_limit import raise_file_limit
 
 TENANT: Final = "replay"
 """Rate limits are lifted for it on the node that a replay starts; every report says so."""
@@ -53,6 +55,8 @@ class ReplayOptions:
 
 def replay_days(options: ReplayOptions) -> int:
     """Play every file; 0 if all passed."""
+    # A device has a socket and three files of its store.
+    raise_file_limit()
     plans = []
     for path in options.files:
         events = read_day(path)
@@ -103,8 +107,14 @@ def _play_all(
             evidence=evidence,
             notes=(limits,),
         )
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        evidence.create()
+        with (
+            (evidence.path / "clients.log").open("w") as log,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            configure_logs(level="warning", stream=log, process="replay")
             report = runner.run(play_day(run, SystemClock()))
+        configure_logs(level="warning")
         print(report.text(), flush=True)
         passed = passed and not report.failures()
         if options.report_dir is not None:

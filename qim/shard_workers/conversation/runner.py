@@ -55,6 +55,7 @@ from qim.shard_workers.conversation.machine import (
 )
 from qim.shard_workers.conversation.membership import Placement
 from qim.shard_workers.conversation.records import RecordEncoder
+from qim.shard_workers.conversation.relay import OutboxRelay
 from qim.shard_workers.conversation.submission import Change, Create, Send, Submission
 from qim.stores.api import CommitOutcome, CommitRequest, CommitStatus, GroupMembership, MessageStore
 from qim.stores.crypto import KeyRing
@@ -77,7 +78,8 @@ class WriterRole:
     With `leases` it owns the buckets that are its share of the pool, each from `open_shard` to `close_shard` or
     `drop_shard`; without, it takes `buckets` at its start and ends when another writer takes one. A commit that is
     Fenced gives up its bucket, without a retry (R-19.2.1-2). `is_full` says of a bucket that its instance has no room
-    left: nothing new is taken then (DESIGN-data §1).
+    left: nothing new is taken then (DESIGN-data §1). `relay` is there when fan-out reads a broker's topic instead of the
+    stream that commits write.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class WriterRole:
         on_failure: FailureHandler,
         quota: FanoutQuota | None = None,
         is_full: Callable[[int], bool] = lambda bucket: False,
+        relay: OutboxRelay | None = None,
         leases: LeaseKeeper | None = None,
     ) -> None:
         self._name = name
@@ -110,6 +113,7 @@ class WriterRole:
         self._clock = clock
         self._routes = routes
         self._is_full = is_full
+        self._relay = relay
         self._tasks = TaskSet(on_failure)
         self._admission = WriterAdmission(parameters, placement, quota=quota)
         self._encoder = RecordEncoder(key_ring, parameters)
@@ -132,6 +136,8 @@ class WriterRole:
 
     async def start(self) -> None:
         """Be granted the buckets, raise their fences, learn their clocks, then serve."""
+        if self._relay is not None:
+            await self._relay.start((), self._hint_fanout)
         if self._leases is None:
             grant_id = secrets.token_hex(16)
             grants = await self._registry.grant(LeaseKind.CONVERSATION_BUCKET, self._buckets, self._name, grant_id)
@@ -157,6 +163,8 @@ class WriterRole:
         while self._unanswered:
             self._answered.clear()
             await self._answered.wait()
+        if self._relay is not None:
+            await self._relay.drain()
 
     async def stop(self) -> None:
         """Cancel what is under way: the store has committed it or not, retries find out."""
@@ -164,6 +172,8 @@ class WriterRole:
         if self._leases is not None:
             await self._leases.close()
         await self._tasks.close()
+        if self._relay is not None:
+            await self._relay.stop()
 
     def ready(self) -> bool:
         settled = self._leases is None or self._leases.settled()
@@ -177,6 +187,8 @@ class WriterRole:
         state = await self._store.open_bucket(bucket, grant.epoch, grant.grant_id)
         clock = HybridClock(writer_id=bucket, regression_reject_ms=self._parameters.clock_regression_reject_ms)
         clock.observe(state.last_message_id)
+        if self._relay is not None:
+            await self._relay.open_bucket(bucket)
         self._machines[bucket] = BucketMachine(
             bucket, clock, self._admission, self._parameters, fencing_epoch=grant.epoch
         )
@@ -188,6 +200,8 @@ class WriterRole:
         try:
             while not machine.is_idle():
                 await asyncio.sleep(CLOSE_POLL_S)
+            if self._relay is not None:
+                await self._relay.close_bucket(shard_id)
         finally:
             self._closing.discard(shard_id)
         self._machines.pop(shard_id, None)
@@ -195,6 +209,8 @@ class WriterRole:
     def drop_shard(self, shard_id: int) -> None:
         """Commit nothing more in the bucket; the requests that wait for it are told to come back."""
         machine = self._machines.pop(shard_id, None)
+        if self._relay is not None:
+            self._relay.drop_bucket(shard_id)
         if machine is not None:
             self._perform(machine, machine.abandon())
 
@@ -296,7 +312,10 @@ class WriterRole:
     def _lag_report(self, _peer: str, body: bytes) -> None:
         report = LagReport.FromString(body)
         now_ms = self._clock.monotonic_ms()
-        self._admission.lag.update_partitions(report.partitions, report.partition_lag_ms, now_ms)
+        lags_ms: Sequence[int] = report.partition_lag_ms
+        if self._relay is not None:
+            lags_ms = [max(lag_ms, self._relay.lag_ms(n)) for n, lag_ms in zip(report.partitions, lags_ms, strict=True)]
+        self._admission.lag.update_partitions(report.partitions, lags_ms, now_ms)
         self._admission.lag.update_shards(report.shards, report.shard_lane_lag_ms, now_ms)
 
     def _expiry_ms(self) -> float:
@@ -513,6 +532,13 @@ class WriterRole:
             self._hint(bucket, first_offset, records)
 
     def _hint(self, bucket: int, first_offset: int, records: list[bytes]) -> None:
+        """Tell whoever reads the stream: fan-out, or the relay first."""
+        if self._relay is not None:
+            self._relay.offer(bucket, first_offset, records)
+        else:
+            self._hint_fanout(bucket, first_offset, records)
+
+    def _hint_fanout(self, bucket: int, first_offset: int, records: list[bytes]) -> None:
         """A hint that is lost costs fan-out a read of the log, nothing else."""
         owner = self._routes.owner(LeaseKind.OUTBOX_PARTITION, bucket)
         if owner is not None:

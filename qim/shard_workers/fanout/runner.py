@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from qim.backplane.api import Backplane
-from qim.commit_log.api import CheckpointStore, CommitLog, Fence, LogRecord
+from qim.commit_log.api import CheckpointStore, CommitLog, Fence, LogReader, LogRecord
 from qim.errors import Fenced, StoreError
 from qim.obs import metrics
 from qim.obs.logs import get_logger
@@ -100,7 +100,7 @@ class FanoutRole:
         *,
         settings: FanoutSettings,
         registry: ShardRegistry,
-        outbox: CommitLog,
+        outbox: LogReader,
         dispatch_log: CommitLog,
         checkpoints: CheckpointStore,
         membership: GroupMembership,

@@ -2,17 +2,25 @@
 
 A dispatch becomes one sub-task on every lane that has members of it. A lane's W may reach the offset before its first
 unfinished sub-task; chunks are given out lane by lane, so that a big sub-task costs its neighbours one chunk's time.
+
+A large group has members on every lane, so a single-chat message waits for its own lane's share of the group. Lanes
+where something waits behind the head therefore go first: their share is done at once instead of with all the others.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from qim.shard_workers.mailbox.expand import Dispatch, Member
     from qim.stores.api import Recipient
+
+SMALL_CHUNK_ENTRIES: Final = 10
+"""A chunk that costs little beside others: its lane goes first too."""
+HURRIED_IN_ROW_MAX: Final = 3
+"""Lanes that go first take at most this many turns for one of the others."""
 
 HoldChunk = Callable[[int, int], bool]
 """(lane, log offset) -> True to leave that chunk where it is for now; only tests install one."""
@@ -76,27 +84,39 @@ class SubTask:
 
 
 class _Lane:
-    __slots__ = ("fifo", "ready")
+    __slots__ = ("fifo", "ready", "turn")
 
     def __init__(self) -> None:
         self.fifo: deque[SubTask] = deque()
         """Everything W has not passed, by offset."""
         self.ready: deque[SubTask] = deque()
         """Those with a chunk to give."""
+        self.turn: deque[int] | None = None
+        """The queue in which the lane waits for its turn."""
+
+    def hurries(self) -> bool:
+        """Something waits behind the first sub-task, or that one is small."""
+        if len(self.ready) > 1:
+            return True
+        task = self.ready[0]
+        return len(task.chunk_members(task.next_chunk)) * task.dispatch.event_count <= SMALL_CHUNK_ENTRIES
 
 
 class LaneQueues:
     """All lanes of a shard and whose turn it is."""
 
-    __slots__ = ("pending", "_lanes", "_active", "_turn", "_in_turn")
+    __slots__ = ("pending", "_lanes", "_active", "_hurried", "_others", "_in_row")
 
     def __init__(self, lane_count: int) -> None:
         self.pending = 0
         """Sub-tasks not popped yet."""
         self._lanes = [_Lane() for _ in range(lane_count)]
         self._active: set[int] = set()
-        self._turn: deque[int] = deque()
-        self._in_turn = [False] * lane_count
+        self._hurried: deque[int] = deque()
+        """Lanes that go first, in turns."""
+        self._others: deque[int] = deque()
+        self._in_row = 0
+        """Turns of hurried lanes since one of the others had one."""
 
     def add(self, task: SubTask) -> None:
         """Append a sub-task; offsets of a lane ascend."""
@@ -117,43 +137,60 @@ class LaneQueues:
         while at and lane.ready[at - 1].offset > task.offset:
             at -= 1
         lane.ready.insert(at, task)
-        if not self._in_turn[task.lane]:
-            self._in_turn[task.lane] = True
-            self._turn.append(task.lane)
+        if lane.turn is self._hurried:
+            return
+        if lane.turn is not None:
+            lane.turn.remove(task.lane)
+        self._queue(task.lane)
 
     def has_chunks(self) -> bool:
-        return bool(self._turn)
+        return bool(self._hurried or self._others)
 
     def take(self, entries_max: int, hold: HoldChunk | None = None) -> list[tuple[SubTask, int]]:
         """(sub-task, chunk) pairs of together at most `entries_max` entries, but at least one, a chunk per lane and
         turn. A chunk has `members × dispatch.events_max` entries at most."""
         taken: list[tuple[SubTask, int]] = []
         entries = 0
-        turn = self._turn
-        idle = 0
-        while turn and idle < len(turn):
-            lane_id = turn[0]
+        held: set[int] = set()
+        while (lane_id := self._next_lane(held)) is not None:
             ready = self._lanes[lane_id].ready
             task = ready[0] if hold is None else _first_not_held(ready, lane_id, hold)
             if task is None:
-                turn.rotate(-1)
-                idle += 1
+                held.add(lane_id)
                 continue
-            chunk = task.next_chunk
-            size = len(task.chunk_members(chunk)) * task.dispatch.event_count
+            size = len(task.chunk_members(task.next_chunk)) * task.dispatch.event_count
             if taken and entries + size > entries_max:
                 break
-            idle = 0
             entries += size
             taken.append((task, task.take_chunk()))
-            turn.popleft()
             if task.all_given():
                 ready.remove(task)
-            if ready:
-                turn.append(lane_id)
-            else:
-                self._in_turn[lane_id] = False
+            self._had_turn(lane_id)
         return taken
+
+    def _next_lane(self, held: Container[int]) -> int | None:
+        """Whose turn it is; lanes of which all chunks are held are passed over."""
+        fair = self._in_row >= HURRIED_IN_ROW_MAX
+        for turn in (self._others, self._hurried) if fair else (self._hurried, self._others):
+            for lane_id in turn:
+                if lane_id not in held:
+                    return lane_id
+        return None
+
+    def _had_turn(self, lane_id: int) -> None:
+        """To the end of its queue, if it has more to give."""
+        lane = self._lanes[lane_id]
+        assert lane.turn is not None
+        self._in_row = self._in_row + 1 if lane.turn is self._hurried and self._others else 0
+        lane.turn.remove(lane_id)
+        lane.turn = None
+        if lane.ready:
+            self._queue(lane_id)
+
+    def _queue(self, lane_id: int) -> None:
+        lane = self._lanes[lane_id]
+        lane.turn = self._hurried if lane.hurries() else self._others
+        lane.turn.append(lane_id)
 
     def pop_given(self, lane_id: int) -> list[SubTask]:
         """Remove and return the prefix of a lane whose chunks all are given or done."""
@@ -176,11 +213,12 @@ class LaneQueues:
         return fifo[0] if fifo else None
 
     def head_lag_ms(self, lane_id: int, now_ms: float) -> float:
-        """Age of the first sub-task that is ready and not yet given to the store; 0 while one is in work."""
-        ready = self._lanes[lane_id].ready
-        if not ready or ready[0].started():
+        """Age of the first sub-task that is ready and not yet given to the store; 0 while one is in work, and while it
+        is a large share that nobody waits behind: whoever comes next makes it go first."""
+        lane = self._lanes[lane_id]
+        if lane.turn is not self._hurried or lane.ready[0].started():
             return 0.0
-        return now_ms - ready[0].ready_ms
+        return now_ms - lane.ready[0].ready_ms
 
 
 def _first_not_held(ready: deque[SubTask], lane_id: int, hold: HoldChunk) -> SubTask | None:

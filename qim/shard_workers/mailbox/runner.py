@@ -322,8 +322,10 @@ class MailboxRole:
         )
 
     async def _keep_reconciling(self) -> None:
+        """Twice in an interval: what is gone is taken out when it is missed for the second time, and must be by its end
+        (26.5.2)."""
         while True:
-            await asyncio.sleep(self._settings.presence_reconcile_interval_ms / 1000)
+            await asyncio.sleep(self._settings.presence_reconcile_interval_ms / 1000 / 2)
             metrics.PRESENCE_RECONCILE_DIFF.set(self._reconcile(frozenset(self._shards)))
 
     # ----------------------------------------------------------------------------------------------------- log and lag

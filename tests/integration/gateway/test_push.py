@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from qim.errors import ErrorCode
+from qim.gateway.listen import TLS_SHUTDOWN_TIMEOUT_S
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.internal import PushRecipient, encode_push_batch, user_key
 from qim.protocol.opcodes import STREAM_REALTIME, InternalOpcode, Opcode
@@ -170,3 +171,29 @@ async def test_client_that_does_not_read_turns_dirty_and_recovers() -> None:
                 break
         assert received is not None
         assert received.body.last_pushed_user_seq == last, "a connection that reads again is pushed again"
+
+
+async def test_client_that_does_not_read_is_gone_soon_after_it_reads_its_end() -> None:
+    async with running_gateway() as gateway:
+        little = socket.socket()
+        little.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        slow = await gateway.client(sock=little)
+        request_id = slow.send(Opcode.AUTH, auth("ann", applied=gateway.node.watermark))
+        welcome = await slow.expect(Opcode.AUTH_OK, request_id)
+        await slow.expect(Opcode.ONLINE_READY, complete(slow, welcome.sync_to_seq))
+        node = gateway.role._node
+        assert node is not None
+        (connection,) = node._table.by_id.values()
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        opened = gateway.node.opened[0]
+        while not connection._paused:
+            gateway.node.push(opened, EPOCH_1 | 11, payload=b"x" * 50_000)
+            await asyncio.sleep(0)
+        await gateway.online("ann")
+        assert len(node) == 2
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        last = None
+        while (received := await slow.receive()) is not None:
+            last = received.opcode
+        assert last is Opcode.KICKED
+        await until(lambda: len(node) == 1, timeout_s=TLS_SHUTDOWN_TIMEOUT_S / 2)

@@ -9,7 +9,7 @@ from qim.errors import Detail, ErrorCode
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import InternalOpcode, Opcode
 from tests.support.fake_backplane import EPOCH_1
-from tests.support.gateway_fixture import TENANT, complete, running_gateway, text
+from tests.support.gateway_fixture import TENANT, complete, running_gateway, text, until
 
 
 async def test_send_reaches_the_writer_unread_and_is_acknowledged() -> None:
@@ -182,6 +182,16 @@ async def test_history_is_forwarded_checked_and_limited() -> None:
         assert codes == [ErrorCode.RATE_LIMITED]
 
 
+async def test_pulls_of_a_login_without_a_position_say_so() -> None:
+    async with running_gateway() as gateway:
+        for applied in (0, EPOCH_1 | 5):
+            client, welcome = await gateway.login("ann", applied=applied)
+            pull = pb.PullMailbox(after_seq=applied, up_to_seq=welcome.sync_to_seq)
+            await client.expect(Opcode.MAILBOX_BATCH, client.send(Opcode.PULL_MAILBOX, pull))
+        asked = [pb.MailboxPull.FromString(body) for body in gateway.backplane.asked(InternalOpcode.MAILBOX_PULL)]
+        assert [one.zero_cursor for one in asked] == [True, False]
+
+
 async def test_silent_mailbox_answers_shard_moved() -> None:
     async with running_gateway() as gateway:
         client = await gateway.online("ann")
@@ -261,3 +271,32 @@ async def test_fallback_pulls_are_limited_and_answered() -> None:
         gateway.node.push(gateway.node.opened[0], EPOCH_1 | 11)
         await client.expect(Opcode.PUSH_EVENTS)
         await client.expect(Opcode.MAILBOX_BATCH, client.send(Opcode.PULL_MAILBOX, pull))
+
+
+async def test_pulls_of_a_login_storm_wait_in_order_and_leave_with_their_connection() -> None:
+    async with running_gateway() as gateway:
+        gate = asyncio.Event()
+        honest = gateway.node.pull_mailbox
+
+        async def slow(peer: str, body: bytes) -> bytes:
+            await gate.wait()
+            return await honest(peer, body)
+
+        def asked() -> list[str]:
+            bodies = gateway.backplane.asked(InternalOpcode.MAILBOX_PULL)
+            return [pb.MailboxPull.FromString(body).device.user_id for body in bodies]
+
+        clients = [(await gateway.login(name))[0] for name in ("ann", "bob", "eve", "zoe")]
+        gateway.backplane.answers[InternalOpcode.MAILBOX_PULL] = slow
+        for client in clients:
+            for _ in range(4):
+                client.send(Opcode.PULL_MAILBOX, pb.PullMailbox())
+            await client.expect(Opcode.PONG, client.send(Opcode.PING))
+        assert asked() == ["ann"] * 4 + ["bob"] * 4, "as many as one MailboxNode is asked for at the same time"
+        clients[2].writer.transport.abort()
+        await until(lambda: len(gateway.backplane.sent(InternalOpcode.CLOSE_SESSION)) == 1)
+        gate.set()
+        for client in (clients[0], clients[1], clients[3]):
+            for _ in range(4):
+                await client.expect(Opcode.MAILBOX_BATCH)
+        assert asked() == ["ann"] * 4 + ["bob"] * 4 + ["zoe"] * 4

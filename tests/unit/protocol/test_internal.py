@@ -10,6 +10,7 @@ from qim.protocol.internal import (
     PushBatch,
     PushRecipient,
     decode_push_batches,
+    decode_push_rows,
     encode_push_batch,
     user_key,
 )
@@ -39,6 +40,19 @@ def test_batches_may_be_concatenated() -> None:
     one = encode_push_batch("t1", b"first", RECIPIENTS[:1])
     two = encode_push_batch("t2", b"", [])
     assert list(decode_push_batches(one + two)) == [PushBatch("t1", b"first", RECIPIENTS[:1]), PushBatch("t2", b"", [])]
+
+
+@pytest.mark.parametrize("ref_bytes", [[], [57], [57, 57, 57], [57, 70, 57], [70, 57], [300, 300], [300, 44]])
+def test_rows_are_the_recipients_whatever_the_length_of_their_refs(ref_bytes: list[int]) -> None:
+    """300 and 44 differ in one byte of the length only."""
+    recipients = [
+        PushRecipient(bytes((number,)) * USER_KEY_BYTES, number, number + 1, number + 2, bytes((number,)) * size)
+        for number, size in enumerate(ref_bytes, 1)
+    ]
+    encoded = encode_push_batch("t", b"body", recipients)
+    for tenant_id, common, rows in decode_push_rows(encoded + encoded):
+        assert (tenant_id, common) == ("t", b"body")
+        assert rows == recipients
 
 
 def test_an_unknown_format_is_refused() -> None:

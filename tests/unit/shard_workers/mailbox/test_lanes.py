@@ -76,6 +76,45 @@ def test_a_held_chunk_lets_others_pass_and_is_in_work() -> None:
     assert [(found.lane, found.offset) for found, _ in queues.take(10)] == [(0, 0)]
 
 
+def test_a_lane_where_something_waits_behind_a_large_share_goes_first() -> None:
+    queues = LaneQueues(8)
+    for lane in range(8):
+        queues.add(task(0, lane, 60, chunk=30))
+    assert [(found.lane, chunk) for found, chunk in queues.take(30)] == [(0, 0)]
+    queues.add(task(1, 5, 1))
+    taken = [queues.take(31), queues.take(31)]
+    assert [(found.offset, found.lane) for call in taken for found, _ in call] == [(0, 5), (0, 5), (1, 5)]
+    assert [found.offset for found in queues.pop_given(5)] == [0, 1]
+
+
+def test_a_large_share_counts_as_lag_once_somebody_waits_behind_it() -> None:
+    queues = LaneQueues(1)
+    queues.add(task(0, 0, 60, chunk=30))
+    assert queues.head_lag_ms(0, 900) == 0
+    queues.add(task(1, 0, 1))
+    assert queues.head_lag_ms(0, 900) == 900
+
+
+def test_a_small_task_is_not_behind_large_ones() -> None:
+    queues = LaneQueues(8)
+    for lane in range(7):
+        queues.add(task(0, lane, 60, chunk=30))
+    queues.add(task(1, 7, 2))
+    assert [found.lane for found, _ in queues.take(32)] == [7, 0]
+
+
+def test_lanes_that_go_first_leave_every_fourth_turn_to_the_others() -> None:
+    queues = LaneQueues(4)
+    queues.add(task(0, 3, 120, chunk=30))
+    for lane in range(3):
+        for offset in range(20):
+            queues.add(task(offset, lane, 30, chunk=30))
+    order = [found.lane for _ in range(16) for found, _ in queues.take(30)]
+    assert order.count(3) == 4
+    assert [order.count(lane) for lane in range(3)] == [4, 4, 4]
+    assert [lane == 3 for lane in order] == [False, False, False, True] * 4
+
+
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 10))
 def test_every_chunk_is_given_once_and_a_prefix_is_popped(seed: int, count: int, budget: int) -> None:
     chance = random.Random(seed)

@@ -21,7 +21,7 @@ from qim.protocol.qim_pb2 import (
     MailboxCursorToken,
     PullHistory,
 )
-from qim.shard_workers.mailbox.requests import SHARD_MOVED_RETRY_MS, moved
+from qim.shard_workers.mailbox.requests import PULLS_AT_ONCE, SHARD_MOVED_RETRY_MS, moved
 from qim.shard_workers.mailbox.runner import MailboxRole
 from tests.unit.shard_workers.pipeline import SHARDS, TENANT, Pipeline, device, eventually
 
@@ -142,3 +142,24 @@ async def test_an_own_pull_told_w_is_a_legal_upper_bound(world: Pipeline) -> Non
     runner.machine.acked = [0] * runner.machine.lane_count
     reply = await world.pull("bob", up_to=told)
     assert reply.covered_through_seq == told
+
+
+async def test_pulls_are_made_a_few_at_a_time(world: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login storm must leave time for appends and for the answers of the store."""
+    scan = world.mailbox.range_scan
+    gate = asyncio.Event()
+    started: list[object] = []
+
+    async def slow(request: object) -> object:
+        started.append(request)
+        await gate.wait()
+        return await scan(request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(world.mailbox, "range_scan", slow)
+    async with asyncio.TaskGroup() as storm:
+        pulls = [storm.create_task(world.pull("bob")) for _ in range(3 * PULLS_AT_ONCE)]
+        await eventually(lambda: len(started) == PULLS_AT_ONCE)
+        await asyncio.sleep(0)
+        assert len(started) == PULLS_AT_ONCE
+        gate.set()
+    assert [pull.result().HasField("error") for pull in pulls] == [False] * len(pulls)

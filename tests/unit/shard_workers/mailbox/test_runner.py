@@ -219,6 +219,7 @@ async def test_an_instance_that_lost_its_last_second_is_filled_again_without_any
     world.mailbox.restart(saved)
     shard = ids.mailbox_shard_id(TENANT, "bob", SHARDS)
     await eventually(lambda: world.mailbox.is_loaded(shard))
+    await serving(world)
     await arrived(world, "bob", ["lost"])
 
 

@@ -1,0 +1,382 @@
+"""Rules taken out one at a time, each as it would be forgotten in the product; the simulation must notice.
+
+`PLANTED` must be found; `TRIPWIRES` are rules that another one covers, so that taking out one alone is not noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+from unittest import mock
+
+from qim.client.sync import SyncState
+from qim.commit_log.memory import MemoryCheckpointStore, _Position
+from qim.core.hlc import HybridClock
+from qim.core.seq import mailbox_seq, shard_epoch_of
+from qim.errors import Fenced, StoreError
+from qim.protocol import qim_pb2 as pb
+from qim.registry.api import LeaseKind
+from qim.shard_workers.conversation.runner import WriterRole
+from qim.shard_workers.fanout.runner import FanoutRole
+from qim.shard_workers.mailbox.dirty import DirtySpreader
+from qim.shard_workers.mailbox.expand import Dispatch
+from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
+from qim.shard_workers.mailbox.lanes import SubTask
+from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
+from qim.shard_workers.mailbox.online import OnlineIndex
+from qim.shard_workers.mailbox.requests import GatewayRequests
+from qim.shard_workers.mailbox.shard import ShardRunner
+from qim.stores.api import AppendCall, CommitRequest, ProgressRow, ShardState
+from qim.stores.memory_mailbox import MemoryMailboxStore
+from qim.stores.memory_message import MemoryMessageStore
+from tests.sim import cluster, servers
+
+Planting = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def _with(*patches: Any) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield
+
+
+def checkpoint_before_durable() -> contextlib.AbstractContextManager[None]:
+    """The fan-out checkpoint covers records whose dispatches are not durable yet."""
+
+    async def save(self: FanoutRole, partition: Any) -> None:
+        machine = partition.machine
+        ahead = machine.feed.next_offset
+        if ahead > machine.saved:
+            await self._checkpoints.save(partition.number, partition.epoch, ahead)
+            machine.checkpoint_saved(ahead, self._clock.monotonic_ms())
+
+    async def dispatch(self: FanoutRole, partition: Any, batch: Any) -> None:
+        await save(self, partition)
+        await original(self, partition, batch)
+
+    original = FanoutRole._dispatch
+    return _with(mock.patch.object(FanoutRole, "_dispatch", dispatch))
+
+
+def checkpoint_goes_back() -> contextlib.AbstractContextManager[None]:
+    """A late save of an older fan-out instance is taken as it comes."""
+
+    async def save(self: MemoryCheckpointStore, partition: int, fanout_epoch: int, next_offset: int) -> None:
+        self._positions.setdefault(partition, _Position()).next_offset = next_offset
+
+    return _with(mock.patch.object(MemoryCheckpointStore, "save", save))
+
+
+def offset_before_entries() -> contextlib.AbstractContextManager[None]:
+    """C is stored as soon as a record is read, and the next owner starts behind it."""
+
+    def next_call(self: ShardMachine, *args: Any) -> PlannedCall | None:
+        call = original(self, *args)
+        if call is not None and call.append.watermarks is not None:
+            call.append = replace(call.append, fold=self._fold.encode(), fold_offset=self._fold.next_offset - 1)
+        return call
+
+    original = ShardMachine.next_call
+    return _with(
+        mock.patch.object(ShardMachine, "next_call", next_call),
+        mock.patch("qim.stores.memory_mailbox.check_append"),
+    )
+
+
+def bits_not_checked() -> contextlib.AbstractContextManager[None]:
+    """W moves on the word of the call, whether the chunks below it are stored or not."""
+
+    async def append(self: MemoryMailboxStore, call: AppendCall) -> Any:
+        if call.watermarks is not None:
+            call = replace(call, watermarks=replace(call.watermarks, required=()))
+        return await original(self, call)
+
+    original = MemoryMailboxStore.append
+    return _with(mock.patch.object(MemoryMailboxStore, "append", append))
+
+
+def no_reopen() -> contextlib.AbstractContextManager[None]:
+    """What was opened on one connection counts as open on the next."""
+
+    def refresh(self: servers.SimMailboxStore) -> None:
+        self._generation = self._connection.generation
+
+    return _with(mock.patch.object(servers.SimMailboxStore, "_refresh", refresh))
+
+
+def registry_epoch_compared() -> contextlib.AbstractContextManager[None]:
+    """What a writer acknowledged before the next grant is dropped as stale."""
+    made: list[cluster.Cluster] = []
+
+    def make(self: cluster.Cluster, plan: Any) -> None:
+        original_make(self, plan)
+        made.append(self)
+
+    def admit(self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int) -> Verdict:
+        verdict = original(self, log_offset, bucket, source, epoch)
+        held = made[-1].registry._leases[LeaseKind.CONVERSATION_BUCKET].get(bucket)
+        return Verdict.STALE if held is not None and epoch < held.epoch else verdict
+
+    original_make = cluster.Cluster.__init__
+    original = AdmissionFold.admit
+    return _with(
+        mock.patch.object(cluster.Cluster, "__init__", make), mock.patch.object(AdmissionFold, "admit", admit)
+    )
+
+
+def no_source_high() -> contextlib.AbstractContextManager[None]:
+    """What a restarted fan-out produces again is materialized again."""
+
+    def admit(self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int) -> Verdict:
+        verdict = original(self, log_offset, bucket, source, epoch)
+        return Verdict.ADMITTED if verdict is Verdict.DUPLICATE else verdict
+
+    original = AdmissionFold.admit
+    return _with(mock.patch.object(AdmissionFold, "admit", admit))
+
+
+def rows_not_of_c() -> contextlib.AbstractContextManager[None]:
+    """The rows saved with C are those of the newest record, not of C."""
+
+    def next_call(self: ShardMachine, *args: Any) -> PlannedCall | None:
+        call = original(self, *args)
+        if call is not None and call.append.fold is not None:
+            rows = AdmissionFold.decode(self._fold.encode())
+            rows.next_offset = AdmissionFold.decode(call.append.fold).next_offset
+            call.append = replace(call.append, fold=rows.encode())
+        return call
+
+    original = ShardMachine.next_call
+    return _with(mock.patch.object(ShardMachine, "next_call", next_call))
+
+
+def trimmed_to_newest_c() -> contextlib.AbstractContextManager[None]:
+    """The dispatch log is trimmed up to a C that the instance can still lose."""
+
+    def make(self: cluster.Cluster, plan: Any) -> None:
+        original(self, plan)
+        self.trim_after_s = 0.0
+
+    original = cluster.Cluster.__init__
+    return _with(mock.patch.object(cluster.Cluster, "__init__", make), mock.patch.object(cluster, "TRIM_EVERY_S", 0.1))
+
+
+def chunk_size_changed() -> contextlib.AbstractContextManager[None]:
+    """A replay cuts a dispatch into chunks of today's size and believes the bits of yesterday's."""
+
+    def replayed(self: ShardMachine, dispatch: Dispatch, lane: int) -> SubTask | None:
+        task = original(self, dispatch, lane)
+        if task is not None:
+            task.chunk_size = self._chunk_size
+        return task
+
+    async def append(self: MemoryMailboxStore, call: AppendCall) -> Any:
+        held = self._held.shards.get(call.shard)
+        for item in call.tenant_items if held is not None else ():
+            assert held is not None
+            row = held.progress.get((item.log_offset, item.lane))
+            if row is not None:
+                held.progress[item.log_offset, item.lane] = replace(
+                    row, chunk_size=item.chunk_size, chunk_count=item.chunk_count
+                )
+        return await append_original(self, call)
+
+    original = ShardMachine._replayed_task
+    append_original = MemoryMailboxStore.append
+    return _with(
+        mock.patch.object(ShardMachine, "_replayed_task", replayed),
+        mock.patch.object(MemoryMailboxStore, "append", append),
+    )
+
+
+def cursor_moved_by_push() -> contextlib.AbstractContextManager[None]:
+    """A push advances the device's cursor."""
+
+    def on_push(self: SyncState, push: pb.PushEvents, now_ms: int) -> None:
+        original(self, push, now_ms)
+        newest = max((entry.mailbox_seq for entry in push.events), default=0)
+        if self.phase.value == "live" and not self.dirty and newest > self.cursor.last_applied_mailbox_seq:
+            self.cursor = self.cursor._replace(last_applied_mailbox_seq=newest)
+            self._save_cursor()
+
+    original = SyncState.on_push
+    return _with(mock.patch.object(SyncState, "on_push", on_push))
+
+
+def message_id_reissued() -> contextlib.AbstractContextManager[None]:
+    """A new writer starts from its own clock, and the store takes any id."""
+
+    async def open_bucket(self: WriterRole, grant: Any) -> None:
+        with mock.patch.object(HybridClock, "observe"):
+            await original(self, grant)
+
+    def refusal(self: MemoryMessageStore, state: Any, request: CommitRequest) -> Any:
+        kept, state.hlc = state.hlc, bytes(16)
+        try:
+            return judge(self, state, request)
+        finally:
+            state.hlc = kept
+
+    original = WriterRole._open
+    judge = MemoryMessageStore._refusal
+    return _with(
+        mock.patch.object(WriterRole, "_open", open_bucket), mock.patch.object(MemoryMessageStore, "_refusal", refusal)
+    )
+
+
+def watermark_before_index() -> contextlib.AbstractContextManager[None]:
+    """A login reads W first and enters the online index afterwards."""
+
+    async def open_session(self: GatewayRequests, peer: str, body: bytes) -> bytes:
+        waiting: list[Any] = []
+        with mock.patch.object(OnlineIndex, "open", lambda _, device: waiting.append(device)):
+            work = original(self, peer, body)
+            try:
+                first = work.send(None)
+            except StopIteration as done:
+                answer: bytes = done.value
+                return answer
+        answer = await _resumed(work, first)
+        for device in waiting:
+            if not pb.OpenSessionReply.FromString(answer).HasField("error"):
+                self._index.open(device)
+        return answer
+
+    original = GatewayRequests.open_session
+    return _with(mock.patch.object(GatewayRequests, "open_session", open_session))
+
+
+class _resumed:  # noqa: N801  reads as a verb where it is awaited
+    """Await a coroutine that has been started by hand and waits for its first future."""
+
+    def __init__(self, work: Any, first: Any) -> None:
+        self._work = work
+        self._first = first
+
+    def __await__(self) -> Any:
+        waited_for = self._first
+        while True:
+            yield waited_for
+            try:
+                waited_for = self._work.send(None)
+            except StopIteration as done:
+                return done.value
+
+
+def dirty_before_link() -> contextlib.AbstractContextManager[None]:
+    """Connections are told when the link breaks, into the dead link, not when its replacement is up."""
+
+    def link_changed(self: DirtySpreader, gateway: str, up: bool, now_ms: float) -> None:
+        (self._links_down.discard if up else self._links_down.add)(gateway)
+
+    return _with(mock.patch.object(DirtySpreader, "link_changed", link_changed))
+
+
+def reload_without_push() -> contextlib.AbstractContextManager[None]:
+    """A reload that finds W ahead of what was acknowledged tells nobody."""
+
+    def restore(self: ShardMachine, *args: Any) -> list[int]:
+        original(self, *args)
+        return []
+
+    original = ShardMachine.restore
+    return _with(mock.patch.object(ShardMachine, "restore", restore))
+
+
+def no_predecessor_check() -> contextlib.AbstractContextManager[None]:
+    """A pipelined send is committed whether the one before it is or not."""
+
+    def refusal(self: MemoryMessageStore, state: Any, request: CommitRequest) -> Any:
+        return original(self, state, replace(request, after_client_message_id=""))
+
+    original = MemoryMessageStore._refusal
+    return _with(mock.patch.object(MemoryMessageStore, "_refusal", refusal))
+
+
+def served_by_epoch() -> contextlib.AbstractContextManager[None]:
+    """A lane is served once its W carries the new epoch."""
+
+    def serves(self: ShardMachine, lane: int) -> bool:
+        return original(self, lane) and (
+            not self._takeover_high or shard_epoch_of(self.acked[lane]) == self.shard_epoch
+        )
+
+    original = ShardMachine.serves
+    return _with(mock.patch.object(ShardMachine, "serves", serves))
+
+
+def replayed_under_own_epoch() -> contextlib.AbstractContextManager[None]:
+    """A replay writes old offsets under the epoch of today."""
+
+    def seq_of(self: ShardMachine, log_offset: int) -> int:
+        return mailbox_seq(self.shard_epoch, log_offset) if log_offset >= 0 else 0
+
+    return _with(mock.patch.object(ShardMachine, "seq_of", seq_of))
+
+
+def no_stale_verdict() -> contextlib.AbstractContextManager[None]:
+    """Check point 2 is left out."""
+
+    def admit(self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int) -> Verdict:
+        row = self._rows.get(bucket)
+        return original(self, log_offset, bucket, source, max(epoch, row[2]) if row else epoch)
+
+    original = AdmissionFold.admit
+    return _with(mock.patch.object(AdmissionFold, "admit", admit))
+
+
+def watermark_not_compared() -> contextlib.AbstractContextManager[None]:
+    """An append moves W whatever is stored."""
+
+    async def append(self: MemoryMailboxStore, call: AppendCall) -> Any:
+        held = self._held.shards.get(call.shard)
+        if call.watermarks is not None and held is not None:
+            new = tuple(map(max, call.watermarks.new.values, held.watermarks.values))
+            moves = replace(call.watermarks, previous=held.watermarks, new=type(held.watermarks)(new))
+            call = replace(call, watermarks=moves)
+        return await original(self, call)
+
+    original = MemoryMailboxStore.append
+    return _with(mock.patch.object(MemoryMailboxStore, "append", append))
+
+
+def commit_not_fenced() -> contextlib.AbstractContextManager[None]:
+    """A writer that was replaced goes on committing."""
+    return _with(mock.patch.object(MemoryMessageStore, "_check_fence", lambda *_: None))
+
+
+def append_not_fenced() -> contextlib.AbstractContextManager[None]:
+    """A MailboxNode that was replaced goes on appending."""
+
+    async def append(self: MemoryMailboxStore, call: AppendCall) -> Any:
+        held = self._held.shards.get(call.shard)
+        return await original(self, replace(call, shard_epoch=held.epoch) if held is not None else call)
+
+    original = MemoryMailboxStore.append
+    return _with(mock.patch.object(MemoryMailboxStore, "append", append))
+
+
+def idle_instance_forgotten() -> contextlib.AbstractContextManager[None]:
+    """A new connection is noticed by the next call only."""
+    return _with(mock.patch.object(servers.SimMailboxStore, "is_loaded", lambda *_: True))
+
+
+PLANTED: Final[Mapping[str, Planting]] = {
+    made.__name__: made
+    for made in (
+        checkpoint_before_durable, offset_before_entries, bits_not_checked, no_reopen, registry_epoch_compared,
+        no_source_high, rows_not_of_c, trimmed_to_newest_c, chunk_size_changed, cursor_moved_by_push,
+        message_id_reissued, watermark_before_index, dirty_before_link, reload_without_push, no_predecessor_check,
+        checkpoint_goes_back, served_by_epoch, idle_instance_forgotten,
+    )
+}  # fmt: skip
+TRIPWIRES: Final[Mapping[str, Planting]] = {
+    made.__name__: made
+    for made in (
+        no_stale_verdict, replayed_under_own_epoch, watermark_not_compared, commit_not_fenced, append_not_fenced,
+    )
+}  # fmt: skip
