@@ -100,6 +100,7 @@ class LeaseKeeper:
         self._perform(self._machine.leave(self._now_ms()))
         if not self._machine.empty():
             await self._empty.wait()
+        self._halt()
         try:
             await self._registry.leave(self.kind, self._grant_id(self._machine.incarnation))
         except StoreError as error:
@@ -107,10 +108,14 @@ class LeaseKeeper:
 
     async def close(self) -> None:
         """Stop without a word: the leases end by themselves."""
+        self._halt()
+        await self._tasks.close()
+
+    def _halt(self) -> None:
+        """No beat may follow the leaving: it would make this a member again."""
         self._started = False
         if self._timer is not None:
             self._timer.cancel()
-        await self._tasks.close()
 
     def settled(self) -> bool:
         """The share is here."""
@@ -123,6 +128,8 @@ class LeaseKeeper:
     # ------------------------------------------------------------------------------------------------------- actions
 
     def _perform(self, actions: Sequence[Action]) -> None:
+        if not self._started:
+            return
         for action in actions:
             if isinstance(action, SendBeat):
                 self._tasks.start(f"{self._owner} beat", self._beat(action))
@@ -144,9 +151,8 @@ class LeaseKeeper:
     def _rearm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._started:
-            delay_ms = max(1.0, self._machine.due_ms() - self._now_ms())
-            self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000, self._tick)
+        delay_ms = max(1.0, self._machine.due_ms() - self._now_ms())
+        self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000, self._tick)
 
     def _tick(self) -> None:
         self._perform(self._machine.tick(self._now_ms()))

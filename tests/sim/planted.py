@@ -123,9 +123,7 @@ def registry_epoch_compared() -> contextlib.AbstractContextManager[None]:
 
     original_make = cluster.Cluster.__init__
     original = AdmissionFold.admit
-    return _with(
-        mock.patch.object(cluster.Cluster, "__init__", make), mock.patch.object(AdmissionFold, "admit", admit)
-    )
+    return _with(mock.patch.object(cluster.Cluster, "__init__", make), mock.patch.object(AdmissionFold, "admit", admit))
 
 
 def no_source_high() -> contextlib.AbstractContextManager[None]:
@@ -221,10 +219,11 @@ def message_id_reissued() -> contextlib.AbstractContextManager[None]:
         finally:
             state.hlc = kept
 
-    original = WriterRole._open
+    original = WriterRole.open_shard
     judge = MemoryMessageStore._refusal
     return _with(
-        mock.patch.object(WriterRole, "_open", open_bucket), mock.patch.object(MemoryMessageStore, "_refusal", refusal)
+        mock.patch.object(WriterRole, "open_shard", open_bucket),
+        mock.patch.object(MemoryMessageStore, "_refusal", refusal),
     )
 
 
