@@ -149,13 +149,14 @@ def supervisor_options(context: NodeContext, state_file: Path) -> SupervisorOpti
 
 
 def reset_leases(context: NodeContext) -> None:
-    """Before the first fork: whoever ran here is dead, and everybody who will be started is expected, so that the first
-    worker of a pool does not take all of it. StartupError when the registry does not answer."""
+    """Before the first fork: whoever ran here is dead, and everybody the node will start is expected, so that the first
+    worker of a pool does not take all of it; shares of workers that join stay where they are until these are up.
+    StartupError when the registry does not answer."""
     address, settings = _core_address(context), context.settings
     try:
         release_reaped(address, [owner for owner in lease_owners(address) if settings.is_ours(owner)])
         for process in settings.processes():
-            release_reaped(address, process.roles, process.name)
+            release_reaped(address, process.roles, "" if settings.first_index else process.name)
     except StoreUnavailable as error:
         raise StartupError(f"the registry does not answer: {error}; see the log of the server redis-core") from None
 

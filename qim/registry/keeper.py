@@ -151,7 +151,7 @@ class LeaseKeeper:
     def _rearm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        delay_ms = max(1.0, self._machine.due_ms() - self._now_ms())
+        delay_ms = min(max(1.0, self._machine.due_ms() - self._now_ms()), self._times.renew_ms)
         self._timer = asyncio.get_running_loop().call_later(delay_ms / 1000, self._tick)
 
     def _tick(self) -> None:

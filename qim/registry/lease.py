@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from qim.registry.api import Answer, Beat, LeaseKind
@@ -208,7 +209,7 @@ class LeaseMachine:
         return all(state is State.FREE for state in self._states)
 
     def due_ms(self) -> float:
-        """When `tick` is due next."""
+        """When `tick` is due next; infinite while only an answer can change anything."""
         due = [self._release_at_ms] if self._to_release else []
         if self._beat_sent is None:
             due.append(self._beat_at_ms)
@@ -219,7 +220,7 @@ class LeaseMachine:
                 for shard_id, state in enumerate(self._states)
                 if state is State.FREE and self._wanted[shard_id]
             )
-        return min(due, default=self._beat_at_ms + self._times.renew_ms)
+        return min(due, default=inf)
 
     # -------------------------------------------------------------------------------------------------------- events
 
