@@ -113,7 +113,8 @@ class Leases:
         rows = self._client.hvals(keys.registry_leases(kind))
         assert isinstance(rows, list)
         for row in rows:
-            owner = bytes(row).decode().split()[1]
+            assert isinstance(row, bytes)
+            owner = row.decode().split()[1]
             counts[owner] = counts.get(owner, 0) + 1
         return counts
 

@@ -78,8 +78,8 @@ class WriterRole:
     With `leases` it owns the buckets that are its share of the pool, each from `open_shard` to `close_shard` or
     `drop_shard`; without, it takes `buckets` at its start and ends when another writer takes one. A commit that is
     Fenced gives up its bucket, without a retry (R-19.2.1-2). `is_full` says of a bucket that its instance has no room
-    left: nothing new is taken then (DESIGN-data §1). `relay` is there when fan-out reads a broker's topic instead of the
-    stream that commits write.
+    left: nothing new is taken then (DESIGN-data §1). `relay` is there when fan-out reads a broker's topic instead of
+    the stream that commits write.
     """
 
     def __init__(
