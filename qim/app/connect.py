@@ -48,6 +48,8 @@ class NodeAddress:
     conversation_bucket_count: int
     mailbox_shard_count: int
     unlimited_tenant: str = ""
+    commit_log: str = ""
+    """Address of the broker the logs are in, "" = embedded."""
 
     def write(self, path: Path) -> None:
         staged = path.with_suffix(".new")

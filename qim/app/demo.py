@@ -42,12 +42,12 @@ IN_THE_GROUP: Final = (
 )
 
 
-def run_demo(data_dir: Path | None) -> int:
-    """Hold the conversation on the node of `data_dir`, or on one of its own; 0 if every line arrived."""
+def run_demo(data_dir: Path | None, *, commit_log: str = "") -> int:
+    """Hold the conversation on the node of `data_dir`, or on one of its own with that log; 0 if every line arrived."""
     if data_dir is not None:
         return _converse(NodeAddress.read(data_dir))
     print("demo: starting a node in a temporary directory …", flush=True)
-    with OwnNode(OwnNodeOptions()) as node:
+    with OwnNode(OwnNodeOptions(commit_log=commit_log)) as node:
         code = _converse(node.address())
         stopped = node.stop()
     print(f"demo: the node has stopped, exit code {stopped}")

@@ -6,6 +6,7 @@ they go, their share goes back.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 from collections.abc import Iterator
@@ -15,12 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from qim.app.commit_logs import COMMIT_LOG_ENV, log_fact
 from qim.app.connect import NodeAddress
 from qim.app.data_dir import open_identity
 from qim.app.settings import POOL_SIZE_MAX, NodeSettings, PoolSizes
 from qim.app.tls import ensure_certificates, server_context
 from qim.app.up import log_stream, release_leases, reset_leases, supervisor_options, worker_process
-from qim.app.wiring import NodeContext
+from qim.app.wiring import NodeContext, settle_cluster_facts
 from qim.config.parameters import load_parameters
 from qim.errors import StartupError
 from qim.obs.logs import configure_logs
@@ -39,6 +41,8 @@ class JoinOptions:
     pools: PoolSizes
     """No gateways: the workers of the port belong to one supervisor."""
     apart: bool = False
+    commit_log: str = ""
+    """As for the node."""
     parameters_file: Path | None = None
 
 
@@ -47,7 +51,7 @@ def run_joined(options: JoinOptions) -> int:
     if options.pools.gateway or not any(options.pools):
         raise StartupError("name how many writers, fan-outs or mailboxes to add, e.g. --writers 1")
     address = NodeAddress.read(options.data_dir)
-    parameters = load_parameters(options.parameters_file, os.environ)
+    parameters = load_parameters(options.parameters_file, os.environ, reserved_env={COMMIT_LOG_ENV})
     parameters = replace(parameters, mailbox_shard_count=address.mailbox_shard_count)
     base = NodeSettings(
         data_dir=options.data_dir,
@@ -56,6 +60,7 @@ def run_joined(options: JoinOptions) -> int:
         admin_port=address.admin_port,
         pools=options.pools,
         apart=options.apart,
+        commit_log=options.commit_log,
         unlimited_tenant=address.unlimited_tenant,
     )
     with _place(base) as settings:
@@ -75,10 +80,17 @@ def run_joined(options: JoinOptions) -> int:
             return Supervisor(
                 processes=[worker_process(context, plan) for plan in settings.processes()],
                 options=supervisor_options(context, state_file(settings)),
-                before_workers=partial(reset_leases, context),
+                before_workers=partial(_prepare, context),
                 on_ready=lambda: print(f"qim: {len(settings.processes())} processes have joined", flush=True),
                 on_worker_died=partial(release_leases, context),
             ).run()
+
+
+def _prepare(context: NodeContext) -> None:
+    """The same cluster facts as the node's, or StartupError; then what ran here before has no leases any more."""
+    fact = log_fact(context.settings.commit_log, context.parameters, first_start=False)
+    asyncio.run(settle_cluster_facts(context, fact))
+    reset_leases(context)
 
 
 def state_file(settings: NodeSettings) -> Path:

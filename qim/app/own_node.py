@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -23,6 +24,7 @@ from qim.app.cli import POOL_OPTIONS
 from qim.app.connect import CONNECT_FILE, NodeAddress, wait_until_ready
 from qim.app.settings import PoolSizes
 from qim.errors import StartupError
+from qim.runtime.parent_death import die_with_parent
 
 START_TIMEOUT_S: Final = 60.0
 """Two servers and up to ten processes on two busy cores take about 3 s."""
@@ -47,6 +49,8 @@ class OwnNodeOptions:
     apart: bool = False
     unlimited_tenant: str = ""
     redis_server: Path | None = None
+    commit_log: str = ""
+    """As `qim up --commit-log`."""
     parameters: Mapping[str, str] = field(default_factory=lambda: TEST_PARAMETERS)
     """`QIM_<NAME>` variables of the node's environment."""
 
@@ -75,6 +79,8 @@ class OwnNode:
             argv.append("--apart")
         if options.unlimited_tenant:
             argv += ["--unlimited-tenant", options.unlimited_tenant]
+        if options.commit_log:
+            argv += ["--commit-log", options.commit_log]
         if options.redis_server is not None:
             argv += ["--redis-server", str(options.redis_server)]
         return argv
@@ -91,6 +97,8 @@ class OwnNode:
                 stderr=log,
                 env=inherited | dict(self._options.parameters),
                 start_new_session=True,
+                # Told to stop when whoever wanted it is gone, however it went. The kernel watches the starting thread.
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while not (self.data_dir / CONNECT_FILE).exists():

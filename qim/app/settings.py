@@ -54,6 +54,8 @@ class NodeSettings:
     parameters_file: Path | None = None
     login_spread_ms: int = 0
     """Greatest `sync_delay_hint_ms`: spreads the pulls of a login storm; one host has none."""
+    commit_log: str = ""
+    """`kafka://…` (commit_log.kafka_address); "" = the embedded log in the private servers."""
     unlimited_tenant: str = ""
     """A test tenant whose rate limits are lifted; named in every report that used it."""
 

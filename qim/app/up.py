@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
+from qim.app.commit_logs import COMMIT_LOG_ENV, log_fact
 from qim.app.connect import CONNECT_FILE, NodeAddress
 from qim.app.data_dir import claimed, mark_claimed, open_identity, write_durably
 from qim.app.own_node import STATE_FILE
@@ -41,7 +42,7 @@ log = get_logger(__name__)
 def run_node(settings: NodeSettings) -> int:
     """Run the node until it is told to stop; the exit code. StartupError, one line, when it cannot start."""
     raise_file_limit()
-    parameters = load_parameters(settings.parameters_file, os.environ)
+    parameters = load_parameters(settings.parameters_file, os.environ, reserved_env={COMMIT_LOG_ENV})
     spread = RangeMs(min_ms=0, max_ms=settings.login_spread_ms)
     parameters = replace(
         parameters,
@@ -129,7 +130,8 @@ def claim_servers(context: NodeContext, *, known: bool) -> None:
         inspect_instance(address, held)
         stamp = Stamp(cluster_id=context.cluster_id, roles=join_roles(held), instance_id=name)
         claim_instance(address, stamp, known=known)
-    asyncio.run(settle_cluster_facts(context))
+    fact = log_fact(context.settings.commit_log, context.parameters, first_start=not known)
+    asyncio.run(settle_cluster_facts(context, fact))
     if not known:
         mark_claimed(context.settings)
 
@@ -202,6 +204,7 @@ def _address(context: NodeContext) -> NodeAddress:
         conversation_bucket_count=parameters.conversation_bucket_count,
         mailbox_shard_count=parameters.mailbox_shard_count,
         unlimited_tenant=settings.unlimited_tenant,
+        commit_log=settings.commit_log,
     )
 
 
@@ -215,6 +218,8 @@ def _welcome(address: NodeAddress, context: NodeContext) -> str:
         f"  talk      qim chat alice --to bob --data {settings.data_dir}",
         "  Ctrl-C    drains and stops; the next start resumes",
     ]
+    if settings.commit_log:
+        lines.insert(4, f"  log       {settings.commit_log}: its topics are data of this node, too")
     if context.log_stream is not sys.stderr:
         lines.insert(4, f"  log       {settings.data_dir / LOG_FILE}")
     if settings.unlimited_tenant:

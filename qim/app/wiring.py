@@ -21,10 +21,11 @@ import uvloop
 from qim.admin.http import AdminPlane
 from qim.admin.role import AdminRole
 from qim.admin.tokens import TokenIssuer
+from qim.app.commit_logs import FACT, LogPartitions, check_fact, commit_logs
 from qim.app.settings import NodeSettings, ProcessPlan
 from qim.app.status import HostStatus, metrics_socket
 from qim.backplane.unix import UnixBackplane, socket_path
-from qim.commit_log.embedded import EmbeddedCommitLog, Partition, RedisCheckpointStore
+from qim.commit_log.embedded import RedisCheckpointStore
 from qim.config.parameters import Parameters
 from qim.errors import StartupError, StoreError
 from qim.gateway.node import GatewaySettings
@@ -48,7 +49,6 @@ from qim.shard_workers.fanout.runner import FanoutRole, FanoutSettings
 from qim.shard_workers.mailbox.runner import MailboxRole, MailboxSettings, MailboxStores
 from qim.shard_workers.mailbox.shard import ChunkGate
 from qim.stores.crypto import KeyRing
-from qim.stores.redis import keys
 from qim.stores.redis.instance import RoomWatch
 from qim.stores.redis.mailbox import RedisMailboxStore
 from qim.stores.redis.membership import RedisGroupMembership
@@ -61,6 +61,7 @@ CORE_INSTANCE: Final = "core"
 """instance_id of the server that is message and core instance of a single host."""
 MAILBOX_INSTANCE: Final = "mailbox"
 READY_POLL_S: Final = 0.01
+_DATA_OWNERS: Final = ("writer", "fanout", "mailbox")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,11 @@ def run_worker(context: NodeContext, plan: ProcessPlan, notify_ready: NotifyRead
         return runner.run(_Worker(context, plan).serve(notify_ready))
 
 
-async def settle_cluster_facts(context: NodeContext) -> None:
-    """Store at first use what can never change, later compare; StartupError, one line, for a difference."""
+async def settle_cluster_facts(context: NodeContext, commit_log: str) -> None:
+    """Store at first use what can never change, later compare; StartupError, one line, for a difference.
+
+    `commit_log` is the fact about the logs (`commit_logs.log_fact`).
+    """
     parameters = context.parameters
     facts = {
         "cluster_id": context.cluster_id,
@@ -94,6 +98,7 @@ async def settle_cluster_facts(context: NodeContext) -> None:
         "message_seq_bucket_width": str(parameters.message_seq_bucket_width),
         "message_instances": CORE_INSTANCE,
         "mailbox_instances": MAILBOX_INSTANCE,
+        FACT: commit_log,
     }
     client = RespClient(f"unix://{context.settings.server_socket(CORE_INSTANCE)}", name="cluster-facts")
     try:
@@ -103,6 +108,7 @@ async def settle_cluster_facts(context: NodeContext) -> None:
         raise StartupError(f"cannot read the registry: {error}; see the log of the server redis-core") from None
     finally:
         await client.close()
+    check_fact(stored.get(FACT, ""), facts.pop(FACT))
     for name, wanted in facts.items():
         if stored.get(name) != wanted:
             raise StartupError(
@@ -144,6 +150,8 @@ class _Worker:
         endpoint = MetricsEndpoint(f"unix://{socket}", self._problems)
         try:
             await outside.connect()
+            if any(_kind(role) in _DATA_OWNERS for role in self._plan.roles):
+                await outside.open_logs(self._tasks)
             routes = RouteCache(
                 outside.registry, self._tasks, poll_interval_ms=self._context.parameters.route_poll_interval_ms
             )
@@ -235,18 +243,18 @@ class Outside:
         self.messages = RedisMessageStore(instances, dedup_ttl_s=parameters.client_dedup_ttl_seconds)
         self.membership = RedisGroupMembership(instances)
         self.mailboxes = RedisMailboxStore([mailbox] * shards)
-        self.outbox = EmbeddedCommitLog(
-            "outbox",
-            context.cluster_id,
-            buckets,
-            lambda n: Partition(message, keys.outbox(n), keys.outbox_next(n)),
+        self.logs = commit_logs(
+            context.settings.commit_log,
+            LogPartitions(
+                cluster_id=context.cluster_id,
+                outbox=buckets,
+                dispatch=shards,
+                outbox_client=message,
+                dispatch_client=core_log,
+            ),
         )
-        self.dispatch_log = EmbeddedCommitLog(
-            "dispatch",
-            context.cluster_id,
-            shards,
-            lambda n: Partition(core_log, keys.dispatch(n), keys.dispatch_next(n)),
-        )
+        self.outbox = self.logs.outbox
+        self.dispatch_log = self.logs.dispatch
         self.rooms = [
             RoomWatch(found, data_dir=context.settings.data_dir, free_ratio_min=parameters.store_free_ratio_min)
             for found in (self._registry_client, mailbox)
@@ -258,9 +266,14 @@ class Outside:
         """StoreUnavailable when a server does not answer."""
         for client in self._clients:
             await client.connect()
+
+    async def open_logs(self, tasks: TaskSet) -> None:
+        """For the owners of data. StartupError when the logs are not those of the cluster."""
+        await self.logs.open(self.registry, tasks)
         self.checkpoints = RedisCheckpointStore(self._core_log, await self.outbox.identity())
 
     async def close(self) -> None:
+        await self.logs.close()
         for client in self._clients:
             await client.close()
 
@@ -363,6 +376,7 @@ class RoleBuilder:
             key_ring=self._context.keys,
             clock=self._clock,
             on_failure=self._on_failure,
+            relay=self._outside.logs.relay(self._clock, self._on_failure, parameters.log_poll_interval_ms),
             leases=self._leases(name),
         )
 

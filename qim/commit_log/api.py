@@ -49,6 +49,8 @@ class LogReader(Protocol):
         above the high one: never skips, never jumps."""
         ...
 
+    async def watermarks(self, partition: int) -> Watermarks: ...
+
     async def identity(self) -> LogIdentity: ...
 
 
@@ -60,8 +62,6 @@ class CommitLog(LogReader, Protocol):
         enforce that, see `kafka`. StoreUnavailable: of each partition any prefix may have been appended; the caller
         repeats and consumers drop duplicates by source."""
         ...
-
-    async def watermarks(self, partition: int) -> Watermarks: ...
 
 
 class CheckpointStore(Protocol):

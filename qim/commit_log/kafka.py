@@ -19,6 +19,7 @@ One KafkaConnection serves a process and is made after the fork: librdkafka's th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,17 +41,23 @@ log = get_logger(__name__)
 RECORD_BYTES_MAX: Final = 900_000
 """Below the broker's own default (1,048,588 with its framing): a record is never refused for its size alone."""
 CONSUME_MESSAGES: Final = 500
+SENDERS: Final = 4
+"""Producers of a process: one request in flight each, and a broker works on one request of a connection at a time."""
 CALL_TIMEOUT_S: Final = 3.0
 """Of one question to the broker; a healthy one answers in milliseconds."""
 IDENTITY_CHECK_S: Final = 2.0
 ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"
 """What a broker without KIP-516 answers."""
+_MISSING_CHECKS: Final = 5
+"""A broker that has just started may not know a topic yet."""
 _POLL_S: Final = 0.2
 _CONSUME_WAIT_S: Final = 0.1
 _COMPLAIN_AGAIN_MS: Final = 30_000.0
 _PRODUCER_SETTINGS: Final[dict[str, str | int | bool]] = {
     "acks": "all",
     "enable.idempotence": False,
+    # a second request may overtake one that is tried again
+    "max.in.flight.requests.per.connection": 1,
     # for ever: giving a record up while a later one arrives would break the prefix
     "message.timeout.ms": 0,
     "linger.ms": 0,
@@ -72,8 +79,6 @@ _CONSUMER_SETTINGS: Final[dict[str, str | int | bool]] = {
 _WRONG_PLACE: Final = frozenset(
     {
         KafkaError._AUTO_OFFSET_RESET,  # noqa: SLF001 - the library's name of a local error
-        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
-        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
         KafkaError.OFFSET_OUT_OF_RANGE,
         KafkaError.UNKNOWN_TOPIC_OR_PART,
     }
@@ -85,9 +90,10 @@ Result = TypeVar("Result")
 class _Batch:
     """Records of one append on their way; touched by the poll thread until `remaining` is 0, then by the loop."""
 
-    __slots__ = ("done", "error", "offsets", "remaining")
+    __slots__ = ("done", "error", "offsets", "remaining", "topic")
 
-    def __init__(self, records: int, done: asyncio.Future[list[int]]) -> None:
+    def __init__(self, topic: str, records: int, done: asyncio.Future[list[int]]) -> None:
+        self.topic = topic
         self.offsets = [-1] * records
         self.remaining = records
         self.error: KafkaError | None = None
@@ -97,19 +103,18 @@ class _Batch:
 class _Sender:
     """A producer and the thread that serves its callbacks; used from one event loop."""
 
-    def __init__(self, settings: Mapping[str, Any], requests_in_flight: int) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         self._loop = asyncio.get_running_loop()
-        in_flight = {"max.in.flight.requests.per.connection": requests_in_flight}
-        self._producer = Producer({**settings, **_PRODUCER_SETTINGS, **in_flight})
+        self._producer = Producer({**settings, **_PRODUCER_SETTINGS})
         self._finished: deque[_Batch] = deque()
         self._waking = False
         self._closed = False
         self._thread = threading.Thread(target=self._poll, name="kafka-producer", daemon=True)
         self._thread.start()
 
-    async def append(self, topic: str, records: Sequence[tuple[int, bytes]]) -> list[int]:
-        """Offsets in the order given; waits as long as the broker is away."""
-        batch = _Batch(len(records), self._loop.create_future())
+    def append(self, topic: str, records: Sequence[tuple[int, bytes]]) -> asyncio.Future[list[int]]:
+        """Offsets in the order given, however long the broker is away."""
+        batch = _Batch(topic, len(records), self._loop.create_future())
         produce = self._producer.produce
         try:
             for i, (partition, value) in enumerate(records):
@@ -118,11 +123,7 @@ class _Sender:
             raise StoreUnavailable(f"log {topic}: the producer's queue is full") from None
         except KafkaException as error:
             raise store_error(f"append to {topic}", error) from None
-        offsets = await batch.done
-        if batch.error is not None:
-            log.error("kafka_record_refused", name=topic, count=len(records), reason=batch.error.str())
-            raise StoreError(f"log {topic}: the broker refused a record: {batch.error.str()}")
-        return offsets
+        return batch.done
 
     def _delivered(self, batch: _Batch, index: int, error: KafkaError | None, message: Message) -> None:
         """In the poll thread: one wake-up of the loop for all batches that one poll finishes."""
@@ -141,8 +142,15 @@ class _Sender:
         self._waking = False
         while self._finished:
             batch = self._finished.popleft()
-            if not batch.done.done():
+            if batch.error is not None:
+                log.error("kafka_record_refused", name=batch.topic, reason=batch.error.str())
+            if batch.done.done():
+                continue
+            if batch.error is None:
                 batch.done.set_result(batch.offsets)
+            else:
+                refused = f"log {batch.topic}: the broker refused a record: {batch.error.str()}"
+                batch.done.set_exception(StoreError(refused))
 
     def _poll(self) -> None:
         while not self._closed:
@@ -169,6 +177,7 @@ class _Reader:
         try:
             low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=CALL_TIMEOUT_S)
         except KafkaException as error:
+            self._refresh(topic)
             raise store_error(f"watermarks of {topic}/{partition}", error) from None
         return Watermarks(low, high)
 
@@ -190,6 +199,12 @@ class _Reader:
         except KafkaException as error:
             raise store_error(f"read {topic}/{partition} at {offset}", error) from None
         return found
+
+    def _refresh(self, topic: str) -> None:
+        """Ask where the partitions are: a broker that was just starting may have told of a topic without any, and
+        librdkafka believes that until its next regular question, minutes later."""
+        with contextlib.suppress(KafkaException):
+            self._consumer.list_topics(topic, timeout=CALL_TIMEOUT_S)
 
     def _take(self, topic: str, partition: int, offset: int, end: int, max_bytes: int) -> list[LogRecord]:
         found: list[LogRecord] = []
@@ -225,16 +240,30 @@ class KafkaConnection:
         self.address = address
         self._settings: dict[str, Any] = {**address.client_settings(), "error_cb": _Complaints()}
         self._senders: dict[int, _Sender] = {}
+        """By partition modulo SENDERS."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kafka-reader")
         self._reader: _Reader | None = None
         self._admin: AdminClient | None = None
 
-    async def append(self, topic: str, records: Sequence[tuple[int, bytes]], *, requests_in_flight: int) -> list[int]:
-        """See `_Sender.append`."""
-        sender = self._senders.get(requests_in_flight)
+    async def append(self, topic: str, records: Sequence[tuple[int, bytes]]) -> list[int]:
+        """Offsets in the order given. A partition belongs to one sender, so its records stay in order."""
+        shares: dict[int, list[int]] = {}
+        for i, (partition, _) in enumerate(records):
+            shares.setdefault(partition % SENDERS, []).append(i)
+        appended = await asyncio.gather(
+            *(self._sender(n).append(topic, [records[i] for i in share]) for n, share in shares.items())
+        )
+        offsets = [-1] * len(records)
+        for share, found in zip(shares.values(), appended, strict=True):
+            for i, offset in zip(share, found, strict=True):
+                offsets[i] = offset
+        return offsets
+
+    def _sender(self, number: int) -> _Sender:
+        sender = self._senders.get(number)
         if sender is None:
-            sender = self._senders[requests_in_flight] = _Sender(self._settings, requests_in_flight)
-        return await sender.append(topic, records)
+            sender = self._senders[number] = _Sender(self._settings)
+        return sender
 
     async def reading(self, work: Callable[[_Reader], Result]) -> Result:
         """Run `work` in the reader thread."""
@@ -245,13 +274,20 @@ class KafkaConnection:
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._identities, names)
 
     async def watch(self, expected: Mapping[str, LogIdentity]) -> None:
-        """Returns never; StoreError, one line, once a topic is not the one it was. A supervised task."""
+        """Returns never; StoreError, one line, once a topic is gone or not the one it was. A supervised task."""
+        missing = 0
         while True:
             await asyncio.sleep(IDENTITY_CHECK_S)
             try:
                 found = await self.identities(list(expected))
             except StoreUnavailable:
                 continue
+            except StoreError:
+                missing += 1
+                if missing >= _MISSING_CHECKS:
+                    raise
+                continue
+            missing = 0
             check_identities(self.address, expected, found)
 
     async def close(self) -> None:
@@ -277,18 +313,12 @@ class KafkaConnection:
 
 
 class KafkaCommitLog:
-    """See `qim.commit_log.api.CommitLog`; the offsets are the broker's.
+    """See `qim.commit_log.api.CommitLog`; the offsets are the broker's."""
 
-    `requests_in_flight` above 1 is for a producer that waits for each record of a partition before the next one.
-    """
-
-    def __init__(
-        self, connection: KafkaConnection, name: str, partition_count: int, *, requests_in_flight: int = 1
-    ) -> None:
+    def __init__(self, connection: KafkaConnection, name: str, partition_count: int) -> None:
         self._connection = connection
         self._name = name
         self._topic = connection.address.topic(name)
-        self._requests_in_flight = requests_in_flight
         self._ends = [0] * partition_count
         """Per partition: there were that many records once, so a log that ends before has lost some."""
 
@@ -299,7 +329,7 @@ class KafkaCommitLog:
         if (longest := max(len(value) for _, value in records)) > RECORD_BYTES_MAX:
             raise StoreError(f"log {self._topic}: a record of {longest} bytes exceeds {RECORD_BYTES_MAX}")
         ends = {partition: self._ends[partition] for partition, _ in records}
-        offsets = await self._connection.append(self._topic, records, requests_in_flight=self._requests_in_flight)
+        offsets = await self._connection.append(self._topic, records)
         for (partition, _), offset in zip(records, offsets, strict=True):
             if offset < ends[partition]:
                 raise StoreError(self._shrunk(partition, offset, ends[partition]))

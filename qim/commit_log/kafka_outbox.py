@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from qim.commit_log.api import LogIdentity, LogRecord
-from qim.commit_log.kafka import KafkaCommitLog
+from qim.commit_log.api import CommitLog, LogIdentity, LogRecord, Watermarks
 from qim.errors import StoreError
 
 _FIRST: Final = struct.Struct(">Q")
@@ -52,12 +51,23 @@ class _Cursor:
 class KafkaOutbox:
     """A `qim.commit_log.api.LogReader`, and the relay's side: `next_offset` and `append_run`."""
 
-    def __init__(self, log: KafkaCommitLog) -> None:
+    def __init__(self, log: CommitLog) -> None:
+        """`log` is the topic of runs."""
         self._log = log
         self._cursors: dict[int, _Cursor] = {}
 
     async def identity(self) -> LogIdentity:
         return await self._log.identity()
+
+    async def watermarks(self, partition: int) -> Watermarks:
+        """Of the stream. StoreError when the topic's retention has taken every run: nothing tells where it goes on."""
+        low, high = await self._log.watermarks(partition)
+        if low == high:
+            if high:
+                raise StoreError(f"outbox {partition}: the topic's retention has taken every record")
+            return Watermarks(0, 0)
+        first, last = await self._run_at(partition, low), await self._run_at(partition, high - 1)
+        return Watermarks(first.first_offset, last.next_offset)
 
     async def append_run(self, partition: int, first_offset: int, records: Sequence[bytes]) -> None:
         """Durable when it returns; one call per partition at a time. Waits for a broker that is away."""

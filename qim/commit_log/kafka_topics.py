@@ -120,13 +120,18 @@ class _Probe:
         self._wait_until_known()
 
     def _wait_until_known(self) -> None:
-        """A broker tells of a topic some time after the controller has made it."""
+        """A broker tells of a topic, and leads its partitions, some time after the controller has made it."""
         for _ in self._tries(_CREATE_TIMEOUT_S):
             try:
                 describe(self._admin, self._address, list(self._partitions))
+                for name, count in self._partitions.items():
+                    self._holds_records(name, count)
             except StoreError:
                 continue
             return
+        raise StartupError(
+            f"Kafka at {self._address.servers} made the topics {self._address.prefix}.* and does not know them"
+        )
 
     def _settings(self) -> dict[str, str]:
         settings = {
@@ -173,10 +178,27 @@ class _Probe:
                 raise StartupError(f"topic {topic} has {key} {found[key]}: set it to {wanted}")
 
     def _holds_records(self, name: str, count: int) -> bool:
-        topic = self._address.topic(name)
-        asked = {TopicPartition(topic, partition): OffsetSpec.latest() for partition in range(count)}
-        answers = self._admin.list_offsets(asked, request_timeout=CALL_TIMEOUT_S)
-        return any(answer.result(CALL_TIMEOUT_S + 1).offset > 0 for answer in answers.values())
+        return any(TopicEnds(self._address, self._address.topic(name), count, admin=self._admin).read())
+
+
+class TopicEnds:
+    """High watermarks of all partitions of a topic, by one question."""
+
+    def __init__(self, address: KafkaAddress, topic: str, partitions: int, *, admin: AdminClient | None = None) -> None:
+        self._admin = admin or AdminClient(address.client_settings())
+        self._asked = {TopicPartition(topic, partition): OffsetSpec.latest() for partition in range(partitions)}
+        self._topic = topic
+
+    def read(self) -> list[int]:
+        """By partition. StoreError when the broker does not answer or does not lead them."""
+        try:
+            answers = self._admin.list_offsets(self._asked, request_timeout=CALL_TIMEOUT_S)
+            ends = {asked.partition: answer.result(CALL_TIMEOUT_S + 1).offset for asked, answer in answers.items()}
+        except KafkaException as error:
+            raise store_error(f"ends of {self._topic}", error) from None
+        except TimeoutError:
+            raise StoreUnavailable(f"no answer about {self._topic}") from None
+        return [ends[partition] for partition in sorted(ends)]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -178,7 +178,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         return self._receive.raw
 
     def buffer_updated(self, nbytes: int) -> None:
-        if self.machine.state is State.CLOSING:
+        if self.is_closing():
             return
         data = self._receive.view[:nbytes].tobytes()
         now_ms = self._owner.now_ms()

@@ -31,6 +31,7 @@ ORDINAL_CONTROL: Final = 3
 _REF: Final = struct.Struct("<BQBQBIBIBIBQBI")
 """Tags 1..7 of Entry: fixed64 = wire type 1, fixed32 = wire type 5, little-endian values."""
 REF_BYTES: Final = _REF.size
+_EVENT_ID_AT: Final = 10
 _PUSH_HEAD: Final = struct.Struct("<BQB")
 
 
@@ -48,6 +49,12 @@ def encode_ref(
         0x09, mailbox_seq, 0x11, int.from_bytes(event_id, "big"), 0x1D, event_ordinal, 0x25, flags, 0x2D, mention_type,
         0x31, visibility_floor, 0x3D, target_mention_type,
     )  # fmt: skip
+
+
+def split_ref(ref: bytes) -> tuple[bytes, bytes]:
+    """(head, tail) around the event_id of a ref: refs of one event differ by it alone, so that
+    `head + event_id[::-1] + tail` is the ref of another recipient at a quarter of the cost."""
+    return ref[:_EVENT_ID_AT], ref[_EVENT_ID_AT + 8 :]
 
 
 def encode_own_ref(ref: bytes, client_message_id: str) -> bytes:

@@ -44,6 +44,7 @@ from qim.shard_workers.mailbox.runner import MailboxRole
 from qim.shard_workers.mailbox.shard import ShardRunner
 from qim.stores.api import RangeRequest, StoredRow
 from tests.acceptance.devices import Device, RecordedClient
+from tests.support.raw_client import RawClient
 from tests.support.redis_server import PrivateServer
 from tests.support.run_dir import short_run_dir
 
@@ -82,6 +83,7 @@ class Node:
         self._ca_context = ca_context
         self._devices: list[Device] = []
         self._clients: list[Client] = []
+        self._raw_clients: list[RawClient] = []
         self._tokens = TokenIssuer(context.keys.token_signing_key())
 
     def failed(self, task: str, error: BaseException) -> None:
@@ -220,9 +222,15 @@ class Node:
         made.start()
         return made
 
-    async def token(self, user: str, device_id: str) -> str:
+    async def raw_client(self) -> RawClient:
+        """A TLS connection for any bytes at all."""
+        made = await RawClient.connect(self.gateway.port, self._ca_context)
+        self._raw_clients.append(made)
+        return made
+
+    async def token(self, user: str, device_id: str, tenant: str = TENANT) -> str:
         return self._tokens.issue(
-            tenant_id=TENANT, user_id=user, device_id=device_id, now_ms=self.clock.unix_ms(), ttl_s=TOKEN_TTL_S
+            tenant_id=tenant, user_id=user, device_id=device_id, now_ms=self.clock.unix_ms(), ttl_s=TOKEN_TTL_S
         )
 
     async def create_group(self, group_id: str, creator: str, members: Sequence[str]) -> str:
@@ -265,6 +273,7 @@ class Node:
             "node", roles, {}, run_dir=self.context.settings.run_dir, clock=self.clock, on_failure=self.failed
         )
         await self.outside.connect()
+        await self.outside.open_logs(self.tasks)
         routes = RouteCache(self.outside.registry, self.tasks, poll_interval_ms=self.parameters.route_poll_interval_ms)
         self._builder = RoleBuilder(
             self.context, self.outside, self.backplane, routes, self.failed, chunk_gate=chunk_gate
@@ -283,6 +292,8 @@ class Node:
             await client.close()
         for device in self._devices:
             await device.close()
+        for raw in self._raw_clients:
+            await raw.close()
         for role in reversed(self.roles.values()):
             await role.stop()
         await self.tasks.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+
 from qim.protocol import qim_pb2 as pb
 from qim.stores.redis import keys
 from tests.acceptance.devices import direct
@@ -66,11 +67,8 @@ async def test_one_message_costs_one_record_and_one_reference_per_member() -> No
             if entry.event_type == pb.EVENT_MEMBERSHIP:
                 continue
             new[user] += 1
-            foreign += (entry.event_type, entry.event_ordinal, entry.message_id) != (
-                pb.EVENT_MESSAGE,
-                0,
-                ack.message_id,
-            )
+            what = (entry.event_type, entry.event_ordinal, entry.message_id)
+            foreign += what != (pb.EVENT_MESSAGE, 0, ack.message_id)
         assert total - before.total() == 100_000  # criterion 3
         assert foreign == 0
         assert body_fields == 0  # criterion 4

@@ -30,7 +30,7 @@ from qim.shard_workers.mailbox.runner import MailboxRole, MailboxSettings, Mailb
 from qim.stores.crypto import KeyRing
 from qim.stores.memory_message import MemoryMessageStore
 from tests.sim.devices import Device, Pipe, SimListener, SimPresence, live_connections
-from tests.sim.loop import START_UNIX_MS, SimLoop, SimProcess
+from tests.sim.loop import START_UNIX_MS, SimLoop, SimProcess, WallClock
 from tests.sim.network import Network, SimBackplane
 from tests.sim.oracle import Oracle
 from tests.sim.plan import Plan
@@ -57,6 +57,7 @@ class Worker:
         self.alias = 0
         self.process: SimProcess | None = None
         self.down_for_s = RESTART_S
+        self.wall = WallClock()
         self.starts = 0
 
     def role_names(self) -> tuple[str, ...]:
@@ -64,7 +65,7 @@ class Worker:
 
     def start(self) -> None:
         self.starts += 1
-        process = self.process = self.cluster.process(self.name)
+        process = self.process = self.cluster.process(self.name, self.wall)
         process.on_crash = partial(self.died, process)
         process.soon(Instance(self, process).launch)
 
@@ -285,8 +286,8 @@ class Cluster:
 
     # ------------------------------------------------------------------------------------------------ building
 
-    def process(self, name: str) -> SimProcess:
-        process = SimProcess(name, self.loop)
+    def process(self, name: str, wall: WallClock | None = None) -> SimProcess:
+        process = SimProcess(name, self.loop, wall or WallClock())
         process.cluster = self  # type: ignore[attr-defined]
         self.processes.append(process)
         return process
@@ -427,14 +428,9 @@ class Cluster:
             self.loop.world_later(for_s, process.resume)
 
     def clock(self, worker: str, step_ms: int, for_s: float) -> None:
-        process = self.workers[worker].process
-        if process is not None:
-            process.clock_offset_ms += step_ms
-            self.loop.world_later(for_s, self._mend_clock, process)
-
-    @staticmethod
-    def _mend_clock(process: SimProcess) -> None:
-        process.clock_offset_ms = 0
+        wall = self.workers[worker].wall
+        wall.offset_ms += step_ms
+        self.loop.world_later(for_s, setattr, wall, "offset_ms", 0)
 
     def break_(self, worker: str, purpose: str) -> None:
         for connection in self._connections(worker, purpose):
@@ -516,7 +512,7 @@ class Cluster:
             if server.frozen:
                 server.thaw()
         for process in self.processes:
-            process.clock_offset_ms = 0
+            process.wall.offset_ms = 0
             process.crash_after = None
             if process.alive and process.paused:
                 process.resume()

@@ -19,15 +19,22 @@ START_UNIX_MS = 1_800_000_000_000
 """Wall clock at virtual time 0; far from midnight UTC (08:00), so no seed runs over a day."""
 
 
+class WallClock:
+    """The wall clock of a host; it steps, a restart of a process does not mend it."""
+
+    def __init__(self) -> None:
+        self.offset_ms = 0
+
+
 class SimProcess:
     """One operating-system process. `context` marks everything it does."""
 
-    def __init__(self, name: str, loop: SimLoop) -> None:
+    def __init__(self, name: str, loop: SimLoop, wall: WallClock) -> None:
+        self.wall = wall
         self.name = name
         self.loop = loop
         self.alive = True
         self.paused = False
-        self.clock_offset_ms = 0
         self.held: list[asyncio.Handle] = []
         self.crash_after: int | None = None
         """Callbacks it still runs before it is killed."""
@@ -63,7 +70,7 @@ class SimProcess:
     # the clock port (qim.runtime.clock.Clock)
 
     def unix_ms(self) -> int:
-        return START_UNIX_MS + self.clock_offset_ms + round(self.loop.time() * 1000)
+        return START_UNIX_MS + self.wall.offset_ms + round(self.loop.time() * 1000)
 
     def monotonic_ms(self) -> float:
         return self.loop.time() * 1000

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +26,6 @@ from qim.shard_workers.mailbox.expand import Dispatch
 from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
 from qim.shard_workers.mailbox.lanes import SubTask
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
-from qim.shard_workers.mailbox.online import OnlineIndex
 from qim.shard_workers.mailbox.requests import GatewayRequests
 from qim.shard_workers.mailbox.shard import ShardRunner
 from qim.stores.api import AppendCall, CommitRequest, ProgressRow, ShardState
@@ -228,42 +228,24 @@ def message_id_reissued() -> contextlib.AbstractContextManager[None]:
 
 
 def watermark_before_index() -> contextlib.AbstractContextManager[None]:
-    """A login reads W first and enters the online index afterwards."""
+    """A login reads W first and enters the online index a moment later, as by a second message."""
 
     async def open_session(self: GatewayRequests, peer: str, body: bytes) -> bytes:
-        waiting: list[Any] = []
-        with mock.patch.object(OnlineIndex, "open", lambda _, device: waiting.append(device)):
-            work = original(self, peer, body)
-            try:
-                first = work.send(None)
-            except StopIteration as done:
-                answer: bytes = done.value
-                return answer
-        answer = await _resumed(work, first)
-        for device in waiting:
-            if not pb.OpenSessionReply.FromString(answer).HasField("error"):
-                self._index.open(device)
+        answer = await original(self, peer, body)
+        request = pb.OpenSession.FromString(body)
+        target = request.device
+        if not request.reopen and not pb.OpenSessionReply.FromString(answer).HasField("error"):
+            where = (target.tenant_id, target.user_id)
+            found = [
+                device for device in self._index.devices_of(*where) if device.connection_id == target.connection_id
+            ]
+            self._index.close(*where, request.gateway, target.connection_id)
+            for device in found:
+                asyncio.get_running_loop().call_later(0.01, self._index.open, device)
         return answer
 
     original = GatewayRequests.open_session
     return _with(mock.patch.object(GatewayRequests, "open_session", open_session))
-
-
-class _resumed:  # noqa: N801  reads as a verb where it is awaited
-    """Await a coroutine that has been started by hand and waits for its first future."""
-
-    def __init__(self, work: Any, first: Any) -> None:
-        self._work = work
-        self._first = first
-
-    def __await__(self) -> Any:
-        waited_for = self._first
-        while True:
-            yield waited_for
-            try:
-                waited_for = self._work.send(None)
-            except StopIteration as done:
-                return done.value
 
 
 def dirty_before_link() -> contextlib.AbstractContextManager[None]:

@@ -31,6 +31,7 @@ def options_with(base: OwnNodeOptions, **parameters: str) -> OwnNodeOptions:
         apart=base.apart,
         unlimited_tenant=base.unlimited_tenant,
         redis_server=base.redis_server,
+        commit_log=base.commit_log,
         parameters={**base.parameters, **values},
     )
 

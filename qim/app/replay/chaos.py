@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 import redis
 
+from qim.app.commit_logs import broker_ends
 from qim.app.replay.report import Kill
 from qim.core.seq import log_offset_of
 from qim.runtime.clock import Clock
@@ -50,21 +51,27 @@ class Backlog(NamedTuple):
 
 
 class BacklogProbe:
-    """Reads logs and watermarks straight from the node's servers."""
+    """Reads logs and watermarks straight from the node's servers; `commit_log` "" is the embedded log."""
 
-    def __init__(self, core_address: str, mailbox_address: str, shard_count: int) -> None:
+    def __init__(self, core_address: str, mailbox_address: str, shard_count: int, *, commit_log: str = "") -> None:
         self._core = redis.Redis.from_url(core_address)
         self._mailbox = redis.Redis.from_url(mailbox_address)
         self._shards = range(shard_count)
+        self._broker = broker_ends(commit_log, shard_count) if commit_log else None
 
     def read(self) -> Backlog:
         # The log first: a dispatch that is done between the two reads then counts as done, never as in flight.
-        high = self._core.mget([keys.dispatch_next(shard) for shard in self._shards])
+        high = self._log_ends()
         reads = self._mailbox.pipeline(transaction=False)
         for shard in self._shards:
             reads.hget(keys.shard(shard), keys.WATERMARKS_FIELD)
         packed = reads.execute()
-        return Backlog(tuple(int(value or 0) for value in high), tuple(_materialized(value) for value in packed))
+        return Backlog(tuple(high), tuple(_materialized(value) for value in packed))
+
+    def _log_ends(self) -> list[int]:
+        if self._broker is not None:
+            return self._broker()
+        return [int(value or 0) for value in self._core.mget([keys.dispatch_next(shard) for shard in self._shards])]
 
     def close(self) -> None:
         self._core.close()

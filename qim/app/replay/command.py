@@ -7,7 +7,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +41,7 @@ class ReplayOptions:
     speed: float = 0.0
     limit: int = 0
     report_dir: Path | None = None
+    commit_log: str = ""
 
     def checked(self) -> ReplayOptions:
         """Itself; StartupError, one line, for options that make no sense."""
@@ -48,6 +49,8 @@ class ReplayOptions:
             raise StartupError("name at least one day file, e.g. tests/data/irc/2008-04-27.jsonl")
         if self.chaos and self.connect is not None:
             raise StartupError("--chaos kills processes of a node of its own: leave --connect away")
+        if self.commit_log and self.connect is not None:
+            raise StartupError("--commit-log is of the node a replay starts: leave --connect away")
         if self.speed < 0 or self.limit < 0 or self.kills_per_role < 1:
             raise StartupError("--speed and --limit cannot be negative, --kills is at least 1")
         return self
@@ -65,7 +68,7 @@ def replay_days(options: ReplayOptions) -> int:
         node = NodeAddress.read(options.connect)
         tenant = node.unlimited_tenant or TENANT
         return _play_all(options, plans, node, tenant, victims=())
-    with OwnNode(_APART) as own:
+    with OwnNode(replace(_APART, commit_log=options.commit_log)) as own:
         victims = _victims(options.kills_per_role) if options.chaos else ()
         return _play_all(options, plans, own.address(), TENANT, victims)
 

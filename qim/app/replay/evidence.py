@@ -5,6 +5,7 @@ sent.jsonl             the senders' own log, in send order
 records.jsonl          the scan of the store
 intervals.json         membership intervals of every user, from the store
 devices/<u>__<d>.db    the devices' own SQLite stores, as the SDK wrote them
+clients.log            what the clients' libraries complained about
 """
 
 from __future__ import annotations

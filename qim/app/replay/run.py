@@ -56,7 +56,8 @@ async def play_day(run: DayRun, clock: Clock) -> DayReport:
     """Play, wait until all devices hold what they must, save the evidence and judge it."""
     started_ms = clock.monotonic_ms()
     group_id = f"day-{run.plan.name}-{run.run_name}"
-    probe = BacklogProbe(run.node.core_address, run.node.mailbox_address, run.node.mailbox_shard_count)
+    node = run.node
+    probe = BacklogProbe(node.core_address, node.mailbox_address, node.mailbox_shard_count, commit_log=node.commit_log)
     try:
         async with AdminClient(run.node) as admin, asyncio.TaskGroup() as tasks:
             crowd = Crowd(

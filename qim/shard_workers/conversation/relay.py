@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
-from qim.commit_log.api import LogReader, LogRecord, Watermarks
+from qim.commit_log.api import LogReader, LogRecord
 from qim.errors import StoreError
 from qim.obs import metrics
 from qim.obs.logs import get_logger
@@ -39,8 +39,6 @@ OnRelayed = Callable[[int, int, list[bytes]], None]
 
 class OutboxStream(LogReader, Protocol):
     """The buckets' streams, which the commit script writes."""
-
-    async def watermarks(self, partition: int) -> Watermarks: ...
 
     async def trim(self, partition: int, safe_offset: int) -> int: ...
 

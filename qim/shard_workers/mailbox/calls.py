@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 class CallScheduler:
-    """Whoever has work asks for a turn; each of a few slots sends about `entries_max` entries at a time."""
+    """Whoever has work asks for a turn; each of a few slots sends about `entries_max` entries at a time.
+
+    While a batch that is not full is under way no other one starts: what arrives meanwhile goes together, and a call
+    costs as much as five entries.
+    """
 
     def __init__(self, store: MailboxStore, clock: Clock, *, entries_max: int) -> None:
         self._store = store
@@ -30,6 +34,7 @@ class CallScheduler:
         self._queue: deque[ShardRunner] = deque()
         self._queued: set[int] = set()
         self._idle: deque[asyncio.Future[None]] = deque()
+        self._small_under_way = False
 
     def want(self, shard: ShardRunner) -> None:
         """The shard may have a call to make; it gets one turn."""
@@ -37,7 +42,32 @@ class CallScheduler:
             return
         self._queued.add(shard.shard)
         self._queue.append(shard)
-        while self._idle:
+        self._wake_one()
+
+    async def run_slot(self) -> None:
+        """Send batches of calls for ever, one after another; as many slots run as batches may be in flight."""
+        while True:
+            if not self._queue or self._small_under_way:
+                waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._idle.append(waiting)
+                await waiting
+                continue
+            batch, is_full = self._take_batch()
+            if not batch:
+                continue
+            if is_full:
+                self._wake_one()
+            else:
+                self._small_under_way = True
+            # Always by tasks, a single call too: they start in the order they were planned, whichever slot made them.
+            # A call sent at once would overtake the planned ones of the other slot and be refused (W_MOVED).
+            await asyncio.gather(*(self._send(shard, call) for shard, call in batch))
+            if not is_full:
+                self._small_under_way = False
+
+    def _wake_one(self) -> None:
+        """An idle slot, if there is anything for it to do."""
+        while self._idle and self._queue and not self._small_under_way:
             waiting = self._idle.popleft()
             if not waiting.done():
                 waiting.set_result(None)
@@ -49,21 +79,9 @@ class CallScheduler:
             self._queue.remove(shard)
             self._queued.discard(shard.shard)
 
-    async def run_slot(self) -> None:
-        """Send batches of calls for ever, one after another; as many slots run as batches may be in flight."""
-        while True:
-            batch = self._take_batch()
-            if not batch:
-                waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._idle.append(waiting)
-                await waiting
-            else:
-                # Always by tasks, a single call too: they start in the order they were planned, whichever slot made
-                # them. A call sent at once would overtake the planned ones of the other slot and be refused (W_MOVED).
-                await asyncio.gather(*(self._send(shard, call) for shard, call in batch))
-
-    def _take_batch(self) -> list[tuple[ShardRunner, PlannedCall]]:
-        """A call of each shard whose turn it is, until half a full call is reached: at most one and a half together."""
+    def _take_batch(self) -> tuple[list[tuple[ShardRunner, PlannedCall]], bool]:
+        """(calls, full?): one of each shard whose turn it is, until half a full call is reached: at most one and a half
+        together."""
         batch: list[tuple[ShardRunner, PlannedCall]] = []
         unfinished: list[ShardRunner] = []
         entries = 0
@@ -79,7 +97,7 @@ class CallScheduler:
                 unfinished.append(shard)
         for shard in unfinished:
             self.want(shard)
-        return batch
+        return batch, 2 * entries >= self._entries_max
 
     async def _send(self, shard: ShardRunner, call: PlannedCall) -> None:
         metrics.MAILBOX_WRITES_TOTAL.inc()

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Final
 
 from qim.backplane.api import Backplane
-from qim.obs import metrics
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
@@ -70,9 +69,7 @@ class DirtySpreader:
             frame = MarkDirty(
                 devices=map(_target, devices), shard=shard, shard_epoch=shard_epochs.get(shard, 0)
             ).SerializeToString()
-            if self._backplane.notify(gateway, InternalOpcode.MARK_DIRTY, frame):
-                metrics.MAILBOX_DIRTY_SENT_TOTAL.inc(len(devices))
-            else:
+            if not self._backplane.notify(gateway, InternalOpcode.MARK_DIRTY, frame):
                 self.mark(devices, now_ms + RETRY_MS)
 
 

@@ -21,6 +21,7 @@ from qim.protocol.entry import (
     REPLY_ME,
     encode_own_ref,
     encode_ref,
+    split_ref,
 )
 from qim.protocol.qim_pb2 import EVENT_CONTROL, DispatchEvent, Entry, GroupDispatch, OutboxRecord
 from qim.stores.api import Recipient
@@ -89,7 +90,7 @@ class Dispatch:
 
     __slots__ = (
         "offset", "bucket", "source", "fencing_epoch", "lane_mask", "tenant_id", "conversation_id", "message_id",
-        "sender_id", "direct", "frame", "record", "events", "event_count", "event_prefix",
+        "sender_id", "direct", "frame", "record", "events", "event_count", "event_prefix", "_ref_seq", "_ref_parts",
     )  # fmt: skip
 
     def __init__(self, offset: int, value: bytes) -> None:
@@ -110,6 +111,9 @@ class Dispatch:
         self.events: Sequence[Event] = ()
         self.event_count = 1
         self.event_prefix = b""
+        self._ref_seq = -1
+        self._ref_parts = (b"", b"")
+        """Of the plain refs under `_ref_seq`: the same for all recipients but for their event_id."""
 
     def prepare(self, recent: RecentEvents) -> None:
         """Encode what all recipients share."""
@@ -140,15 +144,18 @@ class Dispatch:
         return [event.common for _, event in made], [recipient for recipient, _ in made]
 
     def _plain_recipients(self, mailbox_seq: int, event: Event, members: Iterable[Member]) -> list[Recipient]:
-        prefix, ordinal, flags, sender_id = self.event_prefix, event.ordinal, event.flags, self.sender_id
+        prefix, ordinal, sender_id, event_id_of = self.event_prefix, event.ordinal, self.sender_id, ids.event_id
+        if self._ref_seq != mailbox_seq:
+            self._ref_seq = mailbox_seq
+            self._ref_parts = split_ref(encode_ref(mailbox_seq, bytes(8), ordinal, event.flags, MENTION_NONE))
+        head, tail = self._ref_parts
         made = []
         for _, user_id in members:
             if user_id == sender_id:
                 made.append(self._recipient(mailbox_seq, event, user_id))
-                continue
-            event_id = ids.event_id(prefix, user_id, ordinal)
-            ref = encode_ref(mailbox_seq, event_id, ordinal, flags, MENTION_NONE)
-            made.append(Recipient(user_id, ordinal, event_id, ref))
+            else:
+                event_id = event_id_of(prefix, user_id, ordinal)
+                made.append(Recipient(user_id, ordinal, event_id, head + event_id[::-1] + tail))
         return made
 
     def _recipient(self, mailbox_seq: int, event: Event, user_id: str) -> Recipient:

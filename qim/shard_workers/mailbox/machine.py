@@ -47,8 +47,8 @@ class ShardMachine:
 
     __slots__ = (
         "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
-        "boundaries", "_own_start", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor", "_fold",
-        "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
+        "boundaries", "_own_start", "_own_base", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor",
+        "_fold", "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
         "_may_work", "_recent", "_top",
     )  # fmt: skip
 
@@ -78,6 +78,7 @@ class ShardMachine:
         self.lanes = LaneQueues(lane_count)
         self.boundaries: Sequence[EpochBoundary] = ()
         self._own_start = 0
+        self._own_base = mailbox_seq(shard_epoch, 0)
         self._takeover_high = 0
         self._chunk_size = chunk_size
         self._entries_max = entries_max
@@ -144,7 +145,7 @@ class ShardMachine:
         if log_offset < 0:
             return 0
         if log_offset >= self._own_start:
-            return mailbox_seq(self.shard_epoch, log_offset)
+            return self._own_base + log_offset
         return mailbox_seq(epoch_owning(self.boundaries, log_offset), log_offset)
 
     # ------------------------------------------------------------------------------------------------------ admission

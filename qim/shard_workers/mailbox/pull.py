@@ -58,7 +58,6 @@ class MailboxPuller:
         up_to_seq = min(asked_up_to_seq, reader.watermark)
         is_beyond = asked_up_to_seq > up_to_seq and pull.after_seq >= up_to_seq
         if is_beyond or pull.after_seq > up_to_seq or pull.acked_seq > reader.watermark:
-            metrics.CURSOR_INVALID_TOTAL.inc()
             return MailboxPullReply(error=Error(code=CURSOR_INVALID))
         max_items = min(pull.max_items or PULL_ITEMS_MAX, PULL_ITEMS_MAX)
         max_bytes = min(pull.max_bytes or PULL_BYTES_MAX, PULL_BYTES_MAX)
@@ -77,7 +76,6 @@ class MailboxPuller:
         )
         _observe(page)
         if not zero_cursor and pull.after_seq and pull.after_seq < page.effective_trim:
-            metrics.CURSOR_EXPIRED_TOTAL.inc()
             return MailboxPullReply(error=expired(page.effective_trim))
         cut = cut_page(
             [row.mailbox_seq for row in page.rows],
@@ -126,9 +124,6 @@ def encode_batch(
 
 
 def _observe(page: RangePage) -> None:
-    metrics.PULL_MAILBOX_TOTAL.inc()
-    if not page.rows:
-        metrics.EMPTY_PULL_TOTAL.inc()
     metrics.STORAGE_KEYS_EXAMINED.inc(page.storage_keys_examined)
     metrics.STORAGE_ROWS_RETURNED.inc(page.storage_rows_returned)
     metrics.TOMBSTONES_SCANNED.inc(page.tombstones_scanned)

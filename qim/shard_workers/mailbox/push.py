@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 
 from qim.backplane.api import Backplane, Priority
 from qim.errors import StoreError
-from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.protocol.internal import PushRow, encode_push_batch
 from qim.protocol.opcodes import InternalOpcode
@@ -50,12 +49,11 @@ _Batches = dict[tuple[str, Event], list[PushRow]]
 class _Frame:
     """Encoded batches of a PUSH_BATCH frame that is still open."""
 
-    __slots__ = ("bytes", "parts", "recipients")
+    __slots__ = ("bytes", "parts")
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
         self.bytes = 0
-        self.recipients = 0
 
 
 class PushPump:
@@ -156,9 +154,7 @@ class PushPump:
         dispatch = message[0].task.dispatch
         priority = self._priority(dispatch)
         for (gateway, event), rows in batches.items():
-            self._queue(
-                gateway, priority, encode_push_batch(dispatch.tenant_id, event.reference + fragment, rows), len(rows)
-            )
+            self._queue(gateway, priority, encode_push_batch(dispatch.tenant_id, event.reference + fragment, rows))
 
     def _miss(self, message: Sequence[Covered]) -> None:
         users = self._index.users_of(message[0].task.dispatch.tenant_id)
@@ -172,14 +168,13 @@ class PushPump:
         members = dispatch.frame.member_count * self._mailbox_shard_count
         return Priority.SMALL_GROUP if members <= LARGE_GROUP_MEMBERS else Priority.LARGE_GROUP
 
-    def _queue(self, gateway: str, priority: Priority, encoded: bytes, recipients: int) -> None:
+    def _queue(self, gateway: str, priority: Priority, encoded: bytes) -> None:
         key = (gateway, priority)
         frame = self._frames.get(key)
         if frame is None:
             frame = self._frames[key] = _Frame()
         frame.parts.append(encoded)
         frame.bytes += len(encoded)
-        frame.recipients += recipients
         if frame.bytes >= FRAME_BYTES_MAX:
             self._notify(key)
         elif not self._flushing:
@@ -194,7 +189,6 @@ class PushPump:
     def _notify(self, key: tuple[str, Priority]) -> None:
         gateway, priority = key
         frame = self._frames.pop(key)
-        metrics.PUSH_BATCH_RECIPIENTS.observe(frame.recipients)
         if not self._backplane.notify(gateway, InternalOpcode.PUSH_BATCH, b"".join(frame.parts), priority):
             # which of its connections the frame was for is not worth keeping: all of them look once
             self._on_gateway_missed(gateway)

@@ -14,9 +14,6 @@ from qim.errors import ErrorCode, Fenced, StaleInstance, StoreError, WireError
 from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.protocol.qim_pb2 import (
-    CURSOR_EXPIRED,
-    CURSOR_INVALID,
-    CURSOR_REBASED,
     SHARD_MOVED,
     CloseSession,
     DeviceTarget,
@@ -45,13 +42,8 @@ SHARD_MOVED_RETRY_MS: Final = 200
 """A lane that is not caught up usually is after a few ms; ± 30 % so that clients do not come back together."""
 _JITTER: Final = 0.3
 PULLS_AT_ONCE: Final = 4
-"""Batches made at the same time, the others wait in order: one takes about 10 ms of this process, and a login storm must
-not keep appends, pushes and the answers of the store waiting behind hundreds of them."""
-_CURSOR_METRICS: Final[Mapping[int, Callable[[], None]]] = {
-    CURSOR_INVALID: metrics.CURSOR_INVALID_TOTAL.inc,
-    CURSOR_EXPIRED: metrics.CURSOR_EXPIRED_TOTAL.inc,
-    CURSOR_REBASED: metrics.MAILBOX_CURSOR_REBASE_COUNT.inc,
-}
+"""Batches made at the same time, the others wait in order: one takes about 10 ms of this process, and a login storm
+must not keep appends, pushes and the answers of the store waiting behind hundreds of them."""
 
 
 def moved() -> Error:
@@ -163,7 +155,6 @@ class GatewayRequests:
         if not request.reopen:
             error = judge_cursor(request.cursor, position, machine.boundaries, self._cursor_key.reveal())
             if error is not None:
-                _CURSOR_METRICS.get(error.code, _nothing)()
                 return OpenSessionReply(error=error if error.code != SHARD_MOVED else moved())
         machine.publish(device.lane, status.lane_watermark)
         return OpenSessionReply(
@@ -221,7 +212,6 @@ class GatewayRequests:
     async def pull_history(self, peer: str, body: bytes) -> bytes:
         """HISTORY_PULL: needs no lane, so any owner may answer."""
         request = HistoryPull.FromString(body)
-        started_ms = self._clock.monotonic_ms()
         try:
             batch = await self._history.pull(request.device.tenant_id, request.device.user_id, request.pull)
             reply = HistoryPullReply(batch=batch.SerializeToString())
@@ -230,7 +220,6 @@ class GatewayRequests:
         except StoreError as error:
             log.warning("history_unreadable", tenant_id=request.device.tenant_id, error=error)
             reply = HistoryPullReply(error=moved())
-        metrics.PULL_HISTORY_LATENCY_MS.observe(self._clock.monotonic_ms() - started_ms)
         return reply.SerializeToString()
 
     async def _guarded(self, runner: ShardRunner, lane: int, work: Awaitable[_Reply | None]) -> _Reply | None:
@@ -252,7 +241,3 @@ class GatewayRequests:
 
 def _wire_error(error: WireError) -> Error:
     return Error(code=ErrorCode(error.code).value, retry_after_ms=error.retry_after_ms, detail=error.detail)  # type: ignore[arg-type]  # equal values
-
-
-def _nothing() -> None:
-    """Codes without a metric of their own."""

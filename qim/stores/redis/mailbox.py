@@ -79,6 +79,10 @@ class _Known:
         self._names: dict[tuple[str, str], set[str]] = {}
         self._count = 0
 
+    def has(self, group: tuple[str, str], name: str) -> bool:
+        known = self._names.get(group)
+        return known is not None and name in known
+
     def missing(self, group: tuple[str, str], names: Sequence[str]) -> list[str]:
         known = self._names.get(group)
         return [name for name in names if name not in known] if known else list(names)
@@ -326,16 +330,29 @@ class _AppendEncoder:
         return self._blocks.setdefault(offset // PROGRESS_BLOCK_OFFSETS, len(self._blocks))
 
     def _add_item(self, item: ChunkAppend) -> None:
-        tenant_id = item.tenant_id
         day = item.created_at_ms // DAY_MS
+        dated_group, seen_group = (item.tenant_id, str(day)), (item.tenant_id, item.conversation_id)
+        recipients, common, known = item.recipients, item.common, self._instance
+        if len(recipients) == 1 and isinstance(common, bytes):
+            # One member of a small group: most items there are, so they take the short way.
+            user_id, ordinal, event_id, ref = recipients[0]
+            if known.day_keys.has(dated_group, user_id) and known.conversations.has(seen_group, user_id):
+                mailbox = f"{keys.mailbox_prefix(item.tenant_id, user_id)}{day}"
+                header = self._header(item, day, 0, 0)
+                self.arguments += (header, common, mailbox, _BYTE[ordinal] + event_id + ref)
+                return
+        self._add_recipients(item, day, dated_group, seen_group)
+
+    def _add_recipients(
+        self, item: ChunkAppend, day: int, dated_group: tuple[str, str], seen_group: tuple[str, str]
+    ) -> None:
+        tenant_id = item.tenant_id
         recipients = item.recipients
         users = [recipient.user_id for recipient in recipients]
         known = self._instance
-        dated_group, seen_group = (tenant_id, str(day)), (tenant_id, item.conversation_id)
         undated = known.day_keys.missing(dated_group, users)
         unseen = known.conversations.missing(seen_group, users)
         shared, commons = (item.common, ()) if isinstance(item.common, bytes) else (b"", item.common)
-        offset = item.log_offset
         arguments = self.arguments
         header_at = len(arguments)
         arguments += (b"", shared)
@@ -354,10 +371,14 @@ class _AppendEncoder:
             tail = _BYTE[recipient.event_ordinal] + recipient.event_id + recipient.ref
             mailbox = f"{keys.mailbox_prefix(tenant_id, users[i])}{day}"
             arguments += (mailbox, tail + commons[i] if commons else tail)
-        arguments[header_at] = _ITEM.pack(
-            offset >> 32, offset & 0xFFFFFFFF, item.lane, item.mailbox_seq, item.chunk_index, item.chunk_size,
-            item.chunk_count, item.lane, self._block_index(offset), self._days.setdefault(day, len(self._days)),
-            len(undated), len(unseen), len(recipients),
+        arguments[header_at] = self._header(item, day, len(undated), len(unseen))
+
+    def _header(self, item: ChunkAppend, day: int, undated: int, unseen: int) -> bytes:
+        offset, lane = item.log_offset, item.lane
+        return _ITEM.pack(
+            offset >> 32, offset & 0xFFFFFFFF, lane, item.mailbox_seq, item.chunk_index, item.chunk_size,
+            item.chunk_count, lane, self._block_index(offset), self._days.setdefault(day, len(self._days)),
+            undated, unseen, len(item.recipients),
         )  # fmt: skip
 
 

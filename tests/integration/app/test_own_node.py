@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from qim.app.own_node import OwnNode, OwnNodeOptions
+from qim.app.connect import NodeAddress
+from qim.app.own_node import OwnNode, OwnNodeOptions, pids_of
 from qim.client.aio import Client
 from qim.core.ids import direct_conversation_id
 from tests.support.node import APART, MERGED, devices_of, running_node
@@ -129,3 +133,19 @@ def test_workers_and_servers_die_with_their_supervisor(tmp_path: Path) -> None:
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=30)
         node.start()
         asyncio.run(talk(node, "after"))
+
+
+def test_a_node_stops_when_the_program_that_wanted_it_is_killed() -> None:
+    program = (
+        "import time; from qim.app.own_node import OwnNode; from tests.support.node import MERGED\n"
+        "node = OwnNode(MERGED); node.start(); print(node.data_dir, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        data_dir = Path(owner.stdout.readline().strip())
+        pids = list(pids_of(NodeAddress.read(data_dir).run_dir).values())
+        owner.kill()
+    try:
+        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s=30)
+    finally:
+        shutil.rmtree(data_dir.parent)

@@ -113,3 +113,21 @@ async def test_an_older_map_changes_nothing(registry: CountingRegistry, tasks: T
     registry._leases[BUCKET].clear()
     await cache.refresh()
     assert cache.owner(BUCKET, 0) == "writer-0"
+
+
+async def test_a_silent_owner_brings_the_newer_map_before_the_next_poll(
+    registry: CountingRegistry, tasks: TaskSet
+) -> None:
+    cache = RouteCache(registry, tasks, poll_interval_ms=3_600_000)
+    await cache.start()
+    await registry.grant(BUCKET, [0], "writer-1", "g1")
+    before = registry.reads
+    for _ in range(5):
+        cache.refresh_soon()
+    await settled()
+    assert cache.owner(BUCKET, 0) == "writer-1"
+    assert registry.reads == before + 1
+    registry.down = True
+    cache.refresh_soon()
+    await settled()
+    assert cache.owner(BUCKET, 0) == "writer-1"

@@ -59,6 +59,18 @@ async def test_a_mark_waits_for_a_link_and_dies_with_its_connection() -> None:
     assert len(scene.dirty) == 0
 
 
+async def test_a_mark_survives_a_session_that_was_opened_again() -> None:
+    """A reopened session is another object in the index, but the same connection, whose screen is still a push short."""
+    scene = Scene()
+    scene.dirty.mark(scene.devices, 0)
+    scene.index.open(
+        OnlineDevice("t", "u0", "d", gateway="gateway-0", connection_id=0, session_epoch=1, shard=0, lane=0)
+    )
+    scene.dirty.tick(0, {0: 9})
+    await asyncio.sleep(0)
+    assert [(frame.shard_epoch, len(frame.devices)) for frame in scene.gateway.dirty] == [(9, 1)]
+
+
 async def test_a_dropped_frame_marks_every_connection_of_its_gateway() -> None:
     scene = Scene(3)
     scene.dirty.gateway_missed("gateway-0")
