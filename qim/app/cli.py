@@ -151,6 +151,7 @@ def _add_join(commands: _Commands[argparse.ArgumentParser]) -> None:
         text = f"{pool} workers to add (%(default)s)"
         parser.add_argument(f"--{POOL_OPTIONS[pool]}", dest=pool, type=int, default=0, metavar="N", help=text)
     parser.add_argument("--apart", action="store_true", help="every role instance in a process of its own")
+    _add_commit_log(parser)
     parser.add_argument(
         "--parameters", type=Path, metavar="FILE", help="TOML file of parameter values, as for the node"
     )

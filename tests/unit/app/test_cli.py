@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from qim.app.cli import LEASE_KINDS, build_parser, main, settings_of
+from qim.app.join import JoinOptions
 from qim.app.settings import PoolSizes
 from qim.errors import QimError, StartupError
 from qim.registry.api import LeaseKind
@@ -75,3 +76,17 @@ def test_shards_lists_everything_unless_told_otherwise() -> None:
     assert parse(["shards", "list", "bucket"]).kind == "bucket"
     move = parse(["shards", "move", "mailbox", "3", "mailbox-1"])
     assert (move.kind, move.shard_id, move.owner) == ("mailbox", 3, "mailbox-1")
+
+
+def test_options_of_join_reach_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[JoinOptions] = []
+
+    def run(options: JoinOptions) -> int:
+        asked.append(options)
+        return 0
+
+    monkeypatch.setattr("qim.app.join.run_joined", run)
+    assert main(["join", "--data", str(tmp_path), "--writers", "2", "--commit-log", "kafka://k:1"]) == 0
+    assert asked == [
+        JoinOptions(data_dir=tmp_path, pools=PoolSizes(0, 2, 0, 0), commit_log="kafka://k:1"),
+    ]
