@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
+SEEDS ?= 100
+FIRST_SEED ?= 1
 
-.PHONY: run demo check test accept bench proto clean
+.PHONY: run demo check test accept sim bench proto clean
 
 run: $(STAMP) ## start a node in a temporary directory, hold a checked conversation, stop
 	$(BIN)/python -m qim.app.cli demo --own-node
@@ -21,10 +23,13 @@ check: $(STAMP) ## style, types, layers, house rules, generated code; under two 
 	$(PYTEST) tests/unit/test_tidy.py
 
 test: $(STAMP) ## unit, property, contract and integration suites
-	$(PYTEST) tests/unit tests/property tests/contract tests/integration
+	$(PYTEST) tests/unit tests/property tests/contract tests/integration tests/sim
 
 accept: $(STAMP) ## acceptance cases of the contract (§26)
 	$(PYTEST) tests/acceptance
+
+sim: $(STAMP) ## the whole cluster in one process on a virtual clock, SEEDS=n runs from FIRST_SEED=k on (docs/testing.md)
+	$(BIN)/python -m tests.sim.run --seeds $(SEEDS) --first-seed $(FIRST_SEED)
 
 bench: $(STAMP) ## costs per message and delivery, as ratios; results in bench-results/
 	$(BIN)/python -m qim.app.cli bench --out bench-results

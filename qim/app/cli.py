@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_demo(commands)
     _add_replay(commands)
+    _add_audit(commands)
     _add_bench(commands)
     _add_token(commands)
     _add_group(commands)
@@ -230,6 +231,20 @@ def _add_replay(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_run_replay)
 
 
+def _add_audit(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "audit",
+        "compare what is stored: outbox against dispatch log against mailboxes, while the node runs",
+        "  qim audit dispatch\n  qim audit dispatch --data qim-data --json\n",
+    )
+    parser.add_argument("what", choices=("dispatch",))
+    _add_data(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="wait so long for the pipeline (%(default)s)")
+    parser.set_defaults(run=_run_audit)
+
+
 def _add_bench(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = _command(
         commands,
@@ -364,6 +379,12 @@ def _run_replay(options: argparse.Namespace) -> int:
             commit_log=options.commit_log,
         ).checked()
     )
+
+
+def _run_audit(options: argparse.Namespace) -> int:
+    from qim.app.audit.command import audit_dispatch
+
+    return audit_dispatch(options.data, as_json=options.json, timeout_s=options.timeout_s)
 
 
 def _run_bench(options: argparse.Namespace) -> int:

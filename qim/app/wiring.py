@@ -21,10 +21,11 @@ import uvloop
 from qim.admin.http import AdminPlane
 from qim.admin.role import AdminRole
 from qim.admin.tokens import TokenIssuer
-from qim.app.commit_logs import FACT, LogPartitions, check_fact, commit_logs
+from qim.app.commit_logs import FACT, EmbeddedLogs, LogPartitions, check_fact, commit_logs
 from qim.app.settings import NodeSettings, ProcessPlan
 from qim.app.status import HostStatus, metrics_socket
 from qim.backplane.unix import UnixBackplane, socket_path
+from qim.commit_log.api import TrimmableLog
 from qim.commit_log.embedded import RedisCheckpointStore
 from qim.config.parameters import Parameters
 from qim.errors import StartupError, StoreError
@@ -44,8 +45,11 @@ from qim.runtime.prefork import EXIT_FAILED, EXIT_OK, NotifyReady
 from qim.runtime.role import Role
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.conversation.membership import Placement
+from qim.shard_workers.conversation.retention import DAY_MS, OutboxRetention, outbox_created_at_ms
 from qim.shard_workers.conversation.runner import WriterRole
 from qim.shard_workers.fanout.runner import FanoutRole, FanoutSettings
+from qim.shard_workers.log_retention import LogRetention
+from qim.shard_workers.mailbox.retention import MailboxRetentionSettings, dispatch_created_at_ms
 from qim.shard_workers.mailbox.runner import MailboxRole, MailboxSettings, MailboxStores
 from qim.shard_workers.mailbox.shard import ChunkGate
 from qim.stores.crypto import KeyRing
@@ -378,6 +382,42 @@ class RoleBuilder:
             on_failure=self._on_failure,
             relay=self._outside.logs.relay(self._clock, self._on_failure, parameters.log_poll_interval_ms),
             leases=self._leases(name),
+            outbox_retention=self._outbox_retention(),
+        )
+
+    def _outbox_retention(self) -> OutboxRetention | None:
+        """None with a broker, whose topics forget by themselves; the relay trims the streams."""
+        logs, parameters = self._outside.logs, self._parameters
+        dispatch = self._dispatch_retention()
+        if dispatch is None or not isinstance(logs, EmbeddedLogs):
+            return None
+        return OutboxRetention(
+            outbox=self._log_retention(
+                "outbox", logs.outbox, parameters.conversation_bucket_count, outbox_created_at_ms
+            ),
+            checkpoints=self._outside.checkpoints,
+            dispatch=dispatch,
+            dispatch_partitions=range(parameters.mailbox_shard_count),
+        )
+
+    def _dispatch_retention(self) -> LogRetention | None:
+        logs = self._outside.logs
+        if not isinstance(logs, EmbeddedLogs):
+            return None
+        count = self._parameters.mailbox_shard_count
+        return self._log_retention("dispatch", logs.dispatch, count, dispatch_created_at_ms)
+
+    def _log_retention(
+        self, topic: str, found: TrimmableLog, partition_count: int, created_at_ms: Callable[[bytes], int]
+    ) -> LogRetention:
+        return LogRetention(
+            topic,
+            found,
+            partition_count=partition_count,
+            created_at_ms=created_at_ms,
+            retention_ms=self._parameters.log_retention_days * DAY_MS,
+            bytes_max=self._parameters.embedded_log_bytes_max,
+            clock=self._clock,
         )
 
     def _fanout(self, name: str, index: int) -> Role:
@@ -420,6 +460,12 @@ class RoleBuilder:
                 presence_reconcile_interval_ms=parameters.presence_reconcile_interval_ms,
                 history_pulls_per_second=parameters.per_user_history_pull_rate,
                 default_history_retention_days=parameters.default_history_retention_days,
+                retention=MailboxRetentionSettings(
+                    interval_ms=parameters.retention_interval_ms,
+                    entries_max=parameters.max_mailbox_entries_per_user,
+                    hysteresis=parameters.mailbox_entry_cap_hysteresis,
+                    fold_age_ms=parameters.admission_retention_margin_ms,
+                ),
             ),
             stores=MailboxStores(
                 registry=outside.registry,
@@ -438,6 +484,7 @@ class RoleBuilder:
             present=partial(_present, self._settings.run_dir, self._clock, parameters.presence_lease_ttl),
             chunk_gate=self._chunk_gate,
             leases=self._leases(name),
+            log_retention=self._dispatch_retention(),
         )
 
     def _admin(self, name: str, index: int) -> Role:

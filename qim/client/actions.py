@@ -111,7 +111,8 @@ class Refresh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuild:
-    """The old cursor is beyond retention: fill the conversations by PULL_HISTORY (§9.6.3)."""
+    """The old cursor is beyond retention: once live, fill the conversations by PULL_HISTORY (§9.6.3). Remembered by the
+    driver together with the empty cursor that follows, so that the end of the process forgets neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Final
+from itertools import islice
+from typing import Final, NamedTuple
 
 from qim.protocol import qim_pb2 as pb
 
@@ -15,6 +16,8 @@ RETRY_MS: Final = 5_000
 PAGE_MESSAGES: Final = 50
 NEWEST: Final = 0
 """Anchor of the newest page (ADR-0001)."""
+REBUILD_CONCURRENCY: Final = 4
+"""`rebuild_concurrency`: conversations read at the same time."""
 REFRESH_SEQS_MAX: Final = 10_000
 """Wishes kept; overflow act: the newest wish is not taken, its message stays a placeholder until history is opened."""
 
@@ -23,6 +26,16 @@ Pull = Callable[[str, pb.Direction, int, int], Awaitable[pb.HistoryBatch | None]
 be read now."""
 Restate = Callable[[str, list[pb.HistoryMessage]], None]
 LookedThrough = Callable[[str, dict[str, tuple[bytes, int]] | None], None]
+
+
+class Rebuilding(NamedTuple):
+    """What the rebuild needs of its driver (§9.6.3)."""
+
+    sessions: Callable[[], Awaitable[pb.SessionListBatch | None]]
+    """The list of conversations, an empty one when it is refused for good, None when it could not be read now."""
+    anchors: Callable[[pb.SessionListBatch], dict[str, int]]
+    """What is to be filled, in this order, each from a `conversation_seq` on; 0: nothing is here, the newest page."""
+    finished: Callable[[], None]
 
 
 class HistoryReader:
@@ -35,19 +48,32 @@ class HistoryReader:
         "_looks",
         "_refresh",
         "_refresh_count",
-        "_rebuild",
+        "_anchors",
+        "_rebuild_wanted",
+        "_rebuilding",
         "_wake",
         "_spacing_s",
     )
 
-    def __init__(self, pull: Pull, restate: Restate, looked: LookedThrough, *, spacing_ms: float = SPACING_MS) -> None:
+    def __init__(
+        self,
+        pull: Pull,
+        restate: Restate,
+        looked: LookedThrough,
+        rebuilding: Rebuilding,
+        *,
+        spacing_ms: float = SPACING_MS,
+    ) -> None:
         self._pull = pull
         self._restate = restate
         self._looked = looked
         self._looks: dict[str, None] = {}
         self._refresh: dict[str, set[int]] = {}
         self._refresh_count = 0
-        self._rebuild: dict[str, int] = {}
+        self._rebuilding = rebuilding
+        self._rebuild_wanted = False
+        self._anchors: dict[str, int] | None = None
+        """Conversations still to be filled; None until the list of them was read."""
         self._wake = asyncio.Event()
         self._spacing_s = spacing_ms / 1000
 
@@ -65,9 +91,10 @@ class HistoryReader:
                 self._refresh_count += 1
         self._wake.set()
 
-    def rebuild(self, anchors: dict[str, int]) -> None:
-        """Fill conversations from their greatest contiguous `conversation_seq` (§9.6.3)."""
-        self._rebuild.update(anchors)
+    def rebuild(self) -> None:
+        """Fill all conversations; what an earlier call began is begun again."""
+        self._rebuild_wanted = True
+        self._anchors = None
         self._wake.set()
 
     def resume(self) -> None:
@@ -77,7 +104,7 @@ class HistoryReader:
     async def run(self) -> None:
         """Work until cancelled; sleeps while there is nothing to do, and a while when nothing can be read."""
         while True:
-            busy = self._looks or self._refresh or self._rebuild
+            busy = self._looks or self._refresh or self._rebuild_wanted
             try:
                 async with asyncio.timeout(RETRY_MS / 1000 if busy else None):
                     await self._wake.wait()
@@ -95,8 +122,8 @@ class HistoryReader:
             return await self._look(next(iter(self._looks)))
         if self._refresh:
             return await self._refresh_page(next(iter(self._refresh)))
-        if self._rebuild:
-            return await self._rebuild_page(next(iter(self._rebuild)))
+        if self._rebuild_wanted:
+            return await self._rebuild_step()
         return False
 
     async def _look(self, conversation_id: str) -> bool:
@@ -127,18 +154,36 @@ class HistoryReader:
         self._refresh[conversation_id] = wanted - done
         return True
 
-    async def _rebuild_page(self, conversation_id: str) -> bool:
-        anchor = self._rebuild[conversation_id]
-        page = await self._pull(conversation_id, pb.NEWER, anchor, PAGE_MESSAGES)
+    async def _rebuild_step(self) -> bool:
+        """The list of conversations, or the next page of the first few of them."""
+        if self._anchors is None:
+            listed = await self._rebuilding.sessions()
+            if listed is None:
+                return False
+            self._anchors = self._rebuilding.anchors(listed)
+            return True
+        if not self._anchors:
+            self._rebuild_wanted = False
+            self._rebuilding.finished()
+            return True
+        anchors = self._anchors
+        first = list(islice(anchors.items(), REBUILD_CONCURRENCY))
+        pages = await asyncio.gather(*(self._rebuild_page(anchors, n, *item) for n, item in enumerate(first)))
+        return all(pages)
+
+    async def _rebuild_page(self, anchors: dict[str, int], number: int, conversation_id: str, anchor: int) -> bool:
+        await asyncio.sleep(number * self._spacing_s)
+        direction = pb.NEWER if anchor else pb.OLDER
+        page = await self._pull(conversation_id, direction, anchor or NEWEST, PAGE_MESSAGES)
         if page is None:
             return False
         newest = max((m.conversation_seq for m in page.messages), default=anchor)
         if page.messages:
             self._restate(conversation_id, list(page.messages))
-        if page.has_more and newest > anchor:
-            self._rebuild[conversation_id] = newest
+        if direction == pb.NEWER and page.has_more and newest > anchor:
+            anchors[conversation_id] = newest
         else:
-            del self._rebuild[conversation_id]
+            del anchors[conversation_id]
         return True
 
 

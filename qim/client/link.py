@@ -19,9 +19,9 @@ from qim.client.actions import Action, Disconnect
 from qim.client.dedup import DedupWindow
 from qim.client.events import ClientClosed, ClientEvent, MessageReceived, RequestFailed, StateChanged
 from qim.client.heartbeat import NEVER_MS, HeartbeatOptions
-from qim.client.history import HistoryReader
+from qim.client.history import HistoryReader, Rebuilding, contiguous_until
 from qim.client.pending import SendOptions
-from qim.client.perform import PREFERRED_ENDPOINT, Performer
+from qim.client.perform import PREFERRED_ENDPOINT, REBUILD, Performer
 from qim.client.reconnect import Reconnect
 from qim.client.renewal import renewal_delay_ms
 from qim.client.state import ClientState, StateOptions
@@ -123,7 +123,11 @@ class Link:
         self._queues: list[tuple[deque[MessageRow], asyncio.Event]] = []
         store.bind(tenant_id, user_id, device_id)
         self._history = HistoryReader(
-            self._read_history, self._restate, self._looked_through, spacing_ms=self._options.history_spacing_ms
+            self._read_history,
+            self._restate,
+            self._looked_through,
+            Rebuilding(self._read_sessions, self._anchors, self._rebuilt),
+            spacing_ms=self._options.history_spacing_ms,
         )
         dedup = DedupWindow()
         self.state = self._load_state(dedup)
@@ -153,6 +157,11 @@ class Link:
             limit=limit,
         )
         return await self._request(Opcode.PULL_HISTORY, message, pb.HistoryBatch)
+
+    async def pull_session_list(self, *, snapshot_revision: int = 0) -> pb.SessionListBatch:
+        """Every conversation of the user with its newest message, not stored; RequestFailed as for `pull_history`."""
+        message = pb.PullSessionList(snapshot_revision=snapshot_revision)
+        return await self._request(Opcode.PULL_SESSION_LIST, message, pb.SessionListBatch)
 
     async def _request(self, opcode: Opcode, message: Message, answer: type[Answer]) -> Answer:
         if not self.state.live:
@@ -339,6 +348,30 @@ class Link:
     def _restate(self, conversation_id: str, messages: list[pb.HistoryMessage]) -> None:
         for row in self.store.restate([row_from_history(conversation_id, message) for message in messages]):
             self._emit(MessageReceived(row=row))
+        self._performer.commit_soon()
+        self._notify()
+
+    async def _read_sessions(self) -> pb.SessionListBatch | None:
+        try:
+            return await self.pull_session_list()
+        except RequestFailed as error:
+            return None if error.code in RETRYABLE_CODES else pb.SessionListBatch()
+
+    def _anchors(self, listed: pb.SessionListBatch) -> dict[str, int]:
+        """What is to be filled, the last active first: from the greatest contiguous local sequence, or, of what is not
+        here at all, the newest page, as for a new device (§9.6.1)."""
+        self.store.list_sessions(listed.sessions)
+        self._performer.commit_soon()
+        latest = {session.conversation_id: session.latest_conversation_seq for session in listed.sessions}
+        anchors = {}
+        for conversation_id in [*latest, *(name for name in self.store.conversations() if name not in latest)]:
+            anchor = contiguous_until(self.store.seqs(conversation_id))
+            if latest.get(conversation_id, anchor + 1) > anchor:
+                anchors[conversation_id] = anchor
+        return anchors
+
+    def _rebuilt(self) -> None:
+        self.store.set_meta(REBUILD, "")
         self._performer.commit_soon()
         self._notify()
 

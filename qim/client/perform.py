@@ -34,13 +34,15 @@ from qim.client.events import (
     SendResult,
     StateChanged,
 )
-from qim.client.history import HistoryReader, contiguous_until
+from qim.client.history import HistoryReader
 from qim.client.store import LocalStore
 from qim.client.timeline import row_from_ack
 from qim.client.wire import WireConnection
 
 PREFERRED_ENDPOINT: Final = "preferred_endpoint"
 """Key of `local_meta`: where the server wants the next connection (§5.3.2)."""
+REBUILD: Final = "rebuild"
+"""Key of `local_meta`: not empty while conversations wait to be filled after CURSOR_EXPIRED."""
 _DEDUP_TRIM_EVERY: Final = 1024
 
 
@@ -153,6 +155,8 @@ class Performer:
         elif isinstance(action, Ready):
             self.logins += 1
             self._history.resume()
+            if self._store.meta(REBUILD):
+                self._history.rebuild()
             self._emit(StateChanged(state="online"))
         elif isinstance(action, PreferEndpoint):
             self.set_preferred_endpoint(action.endpoint)
@@ -161,8 +165,7 @@ class Performer:
         elif isinstance(action, LookThrough):
             self._history.look_through(action.conversation_id)
         elif isinstance(action, Rebuild):
-            conversations = self._store.conversations()
-            self._history.rebuild({c: contiguous_until(self._store.seqs(c)) for c in conversations})
+            self._store.set_meta(REBUILD, "wanted")
 
     def _sent(self, action: Sent) -> None:
         request = action.request

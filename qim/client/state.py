@@ -29,6 +29,7 @@ _FATAL_KICKS: Final = {
 _REPLIES: Final[dict[int, type[Message]]] = {
     Opcode.HISTORY_BATCH: pb.HistoryBatch,
     Opcode.MEMBER_LIST_BATCH: pb.MemberListBatch,
+    Opcode.SESSION_LIST_BATCH: pb.SessionListBatch,
 }
 
 

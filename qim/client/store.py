@@ -73,6 +73,15 @@ VALUES (?, ?, ?, ?) ON CONFLICT (conversation_id) DO UPDATE SET latest_conversat
 max(latest_conversation_seq, excluded.latest_conversation_seq), preview = excluded.preview,
 last_activity_id = excluded.last_activity_id WHERE excluded.last_activity_id > last_activity_id"""
 
+_LIST: Final = """INSERT INTO local_conversation (conversation_id, latest_conversation_seq, last_activity_id, preview,
+unread_count, unread_exact, mention_count, pin_rank, muted) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (conversation_id) DO UPDATE SET
+latest_conversation_seq = max(latest_conversation_seq, excluded.latest_conversation_seq),
+preview = iif(excluded.last_activity_id > last_activity_id, excluded.preview, preview),
+last_activity_id = max(last_activity_id, excluded.last_activity_id), unread_count = excluded.unread_count,
+unread_exact = excluded.unread_exact, mention_count = excluded.mention_count, pin_rank = excluded.pin_rank,
+muted = excluded.muted"""
+
 
 class StoreMismatch(QimError):
     """The file belongs to another user or device; reusing it would inherit a foreign cursor (§27.3.4)."""
@@ -153,6 +162,18 @@ class LocalStore:
                  row.body_included, *row[:4]),
             )  # fmt: skip
         return fresh
+
+    def list_sessions(self, sessions: Iterable[pb.Session]) -> None:
+        """Conversations as the server lists them; none is removed, messages stay (§9.6.3)."""
+        self._begin()
+        self._db.executemany(
+            _LIST,
+            [
+                (s.conversation_id, s.latest_conversation_seq, s.last_activity_id, s.preview_or_placeholder.encode(),
+                 s.unread_count, s.unread_exact, s.mention_count, s.pin_rank, s.muted)
+                for s in sessions
+            ],
+        )  # fmt: skip
 
     def add_pending(self, pending: Pending) -> None:
         """Store a message before it leaves."""
@@ -266,6 +287,13 @@ class LocalStore:
             "SELECT conversation_id FROM local_conversation ORDER BY last_activity_id DESC, conversation_id"
         )
         return [conversation_id for (conversation_id,) in rows]
+
+    def unread(self, conversation_id: str) -> tuple[int, bool] | None:
+        """Unread messages as the server counted them last and whether that is exact; None when it never did."""
+        row = self._db.execute(
+            "SELECT unread_count, unread_exact FROM local_conversation WHERE conversation_id = ?", (conversation_id,)
+        ).fetchone()
+        return None if row is None or row[0] is None else (row[0], bool(row[1]))
 
     def message_count(self) -> int:
         return int(self._db.execute("SELECT count(*) FROM local_message").fetchone()[0])

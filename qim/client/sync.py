@@ -119,7 +119,6 @@ class SyncState:
         "phase", "cursor", "dirty", "sync_to_seq", "counters", "session_epoch", "_options", "_out", "_ids", "_dedup",
         "_random", "_own_entry", "_token", "_auth_id", "_auth_tries", "_answer_due_ms", "_complete_id", "_start_seq",
         "_tracker", "_in_flight", "_waiting", "_staged", "_sync_retries", "_resync_due_ms", "_resynced_ms",
-        "_rebuild",
     )  # fmt: skip
 
     def __init__(
@@ -143,7 +142,6 @@ class SyncState:
         self.session_epoch = 0
         self.sync_to_seq = 0
         self._token = ""
-        self._rebuild = False
         self._resynced_ms = -NEVER_MS
         self._reset()
 
@@ -218,9 +216,6 @@ class SyncState:
         self.phase = Phase.LIVE
         self._answer_due_ms = NEVER_MS
         self._out.append(Ready())
-        if self._rebuild:
-            self._rebuild = False
-            self._out.append(Rebuild())
         if self.dirty:
             self._want_pull(now_ms)
         elif self._staged:
@@ -488,7 +483,8 @@ class SyncState:
     def _forget_cursor(self, *, expired: bool) -> None:
         """Start from the empty cursor; messages stay, their keys drop what comes again."""
         self.cursor = Cursor()
-        self._rebuild = self._rebuild or expired
+        if expired:
+            self._out.append(Rebuild())
         self._save_cursor()
 
     def _save_cursor(self) -> None:

@@ -64,6 +64,21 @@ class CommitLog(LogReader, Protocol):
         ...
 
 
+class TrimmableLog(LogReader, Protocol):
+    """A topic whose records are dropped by us, not by a broker."""
+
+    async def watermarks(self, partition: int) -> Watermarks: ...
+
+    async def trim(self, partition: int, safe_offset: int) -> int:
+        """Drop records below `safe_offset`, which the caller took as the minimum of everything that may still be read
+        (DESIGN-data §4); how many went. StoreError above the high watermark: such a floor is not of this log."""
+        ...
+
+    async def stored_bytes(self, partition: int) -> int:
+        """Memory the partition takes, within some 10 %."""
+        ...
+
+
 class CheckpointStore(Protocol):
     """Positions of fan-out per outbox partition (instance core)."""
 
@@ -73,4 +88,8 @@ class CheckpointStore(Protocol):
 
     async def save(self, partition: int, fanout_epoch: int, next_offset: int) -> None:
         """Move forward only; Fenced when a greater epoch is stored. A smaller offset changes nothing."""
+        ...
+
+    async def position(self, partition: int) -> int:
+        """The offset saved last, whoever owns the partition; 0 when there is none."""
         ...

@@ -156,9 +156,12 @@ class _Sender:
         while not self._closed:
             self._producer.poll(_POLL_S)
 
-    def close(self) -> None:
-        """Blocks for a moment. What is under way is the caller's to repeat; nothing calls back afterwards."""
+    def stop(self) -> None:
+        """What is under way is the caller's to repeat."""
         self._closed = True
+
+    def join(self) -> None:
+        """After `stop`; blocks for a moment. Nothing calls back afterwards."""
         self._thread.join()
         self._producer.purge()
 
@@ -307,7 +310,9 @@ class KafkaConnection:
 
     def _close(self) -> None:
         for sender in self._senders.values():
-            sender.close()
+            sender.stop()
+        for sender in self._senders.values():
+            sender.join()
         if self._reader is not None:
             self._reader.close()
 

@@ -21,7 +21,8 @@ _FIRST: Final = struct.Struct(">Q")
 _LENGTH: Final = struct.Struct(">I")
 _RUNS_PER_READ: Final = 64
 _SEARCH_RUNS: Final = 64
-"""A position is looked for among so many of the newest runs, then eight times further back, and so on."""
+"""A position is looked for among so many of the newest runs, then eight times further back, and so on. Far more than
+relays that were replaced can repeat late, one run each: the end of the topic is not taken from such a run."""
 _SEARCH_FACTOR: Final = 8
 
 
@@ -83,8 +84,9 @@ class KafkaOutbox:
     ) -> list[LogRecord]:
         """StoreError when the topic goes on behind `offset`, or ends before it while it holds runs at all."""
         cursor = self._cursors.pop(partition, None)
-        if cursor is None or cursor.next_offset != offset:
+        if cursor is None or cursor.next_offset > offset:
             cursor = await self._find(partition, offset)
+        await self._pass_over(partition, cursor, offset)
         found: list[LogRecord] = []
         taken_bytes = 0
         while len(found) < max_records and taken_bytes < max_bytes:
@@ -96,6 +98,14 @@ class KafkaOutbox:
             cursor.next_offset += 1
         self._cursors[partition] = cursor
         return found
+
+    async def _pass_over(self, partition: int, cursor: _Cursor, offset: int) -> None:
+        """Go on to `offset`: its reader had what lies between as hints."""
+        while cursor.next_offset < offset:
+            if not cursor.surplus and not await self._fill(partition, cursor):
+                raise StoreError(self._lost(partition, offset, cursor.next_offset))
+            cursor.surplus.popleft()
+            cursor.next_offset += 1
 
     async def _fill(self, partition: int, cursor: _Cursor) -> bool:
         """Read on until there is a record at `next_offset`; False at the end of the topic."""

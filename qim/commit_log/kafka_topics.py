@@ -66,12 +66,30 @@ class _Probe:
         self._reach()
         if first_start:
             self._create_missing()
+        failure: StoreError | None = None
+        for _ in self._tries(REACH_TIMEOUT_S):
+            try:
+                return self._inspect(first_start=first_start)
+            except StoreUnavailable as error:
+                failure = error
+            except KafkaException as error:
+                failure = store_error(f"Kafka at {self._address.servers}", error)
+            except TimeoutError:
+                failure = StoreUnavailable(f"Kafka at {self._address.servers} did not answer")
+            # Answers about topics that are being made are remembered by a client.
+            self._admin = AdminClient(self._address.client_settings())
+        raise StartupError(str(failure))
+
+    def _inspect(self, *, first_start: bool) -> dict[str, LogIdentity]:
         try:
             found = describe(self._admin, self._address, list(self._partitions))
         except StoreUnavailable:
             raise
         except StoreError as error:
-            raise StartupError(f"{error}; the node's positions belong to it: bring it back") from None
+            raise StartupError(
+                f"{error}: a node that has run before finds its log or does not start; correct the address of the "
+                "commit log or bring its topics back"
+            ) from None
         for name, count in self._partitions.items():
             if found[name].partition_count != count:
                 raise StartupError(
@@ -120,12 +138,10 @@ class _Probe:
         self._wait_until_known()
 
     def _wait_until_known(self) -> None:
-        """A broker tells of a topic, and leads its partitions, some time after the controller has made it."""
+        """A broker tells of a topic some time after the controller has made it."""
         for _ in self._tries(_CREATE_TIMEOUT_S):
             try:
                 describe(self._admin, self._address, list(self._partitions))
-                for name, count in self._partitions.items():
-                    self._holds_records(name, count)
             except StoreError:
                 continue
             return
@@ -212,10 +228,6 @@ def main(arguments: Sequence[str]) -> int:
         answer = {"identities": {name: asdict(identity) for name, identity in identities.items()}}
     except (StartupError, StoreError) as error:
         answer = {"problem": str(error)}
-    except KafkaException as error:
-        answer = {"problem": str(store_error(f"Kafka at {address.servers}", error))}
-    except TimeoutError:
-        answer = {"problem": f"Kafka at {address.servers} did not answer in time"}
     sys.stdout.write(json.dumps(answer))
     return 0
 

@@ -41,6 +41,9 @@ class MemoryCheckpointStore:
             raise StoreError(f"checkpoint {partition}: epoch {position.epoch} is stored")
         position.next_offset = max(position.next_offset, next_offset)
 
+    async def position(self, partition: int) -> int:
+        return self._positions.get(partition, _Position()).next_offset
+
     def epoch(self, partition: int) -> int:
         """Stored epoch, 0 if the partition was never opened."""
         return self._positions.get(partition, _Position()).epoch
@@ -110,3 +113,6 @@ class MemoryCommitLog:
         dropped = max(safe_offset - self._low[partition], 0)
         self._low[partition] += dropped
         return dropped
+
+    async def stored_bytes(self, partition: int) -> int:
+        return sum(map(len, self._records_of(partition)[self._low[partition] :]))

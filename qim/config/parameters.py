@@ -305,6 +305,8 @@ class Parameters:
     fold_save_records: int
     progress_block_offsets: int
     admission_retention_margin_ms: int
+    retention_interval_ms: int
+    embedded_log_bytes_max: int
     history_page_limit: int
     history_page_limit_max: int
     history_page_bytes: int

@@ -87,7 +87,7 @@ class Session:
 
     __slots__ = (
         "tenant_id", "user_id", "device_id", "user_key", "epoch", "shard", "shard_epoch", "presence_slot",
-        "submit_prefix", "limits_lifted", "opened_at_mailbox", "zero_cursor",
+        "submit_prefix", "limits_lifted", "opened_at_mailbox", "held_conversation_id", "held_until_ms", "zero_cursor",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +114,10 @@ class Session:
         self.submit_prefix = submit_prefix
         """Encoded (tenant, user, device) fields of SubmitSend: the message is appended unread."""
         self.limits_lifted = limits_lifted
+        self.held_conversation_id = ""
+        self.held_until_ms = 0.0
+        """The conversation a writer refused last because delivery lags, and until when it wants to hear nothing of it:
+        under overload a refusal here costs a fraction of one there."""
         self.opened_at_mailbox = False
         """An OPEN was sent: the MailboxNode must be told when the session ends."""
         self.zero_cursor = False

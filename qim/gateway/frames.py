@@ -36,6 +36,7 @@ class FrameRouter:
             Step.RENEW: self._renew,
             Step.PULL_MAILBOX: requests.pull_mailbox,
             Step.PULL_HISTORY: requests.pull_history,
+            Step.PULL_SESSION_LIST: requests.pull_session_list,
             Step.SUBMIT_SEND: requests.send_message,
             Step.SUBMIT_GROUP: requests.change_group,
             Step.COMPLETE_SYNC: self._complete_sync,

@@ -33,6 +33,7 @@ class Frame(Enum):
     PULL_MAILBOX = auto()
     SYNC_COMPLETE = auto()
     PULL_HISTORY = auto()
+    PULL_SESSION_LIST = auto()
     SEND_MESSAGE = auto()
     CHANGE_GROUP = auto()
     UNSERVED = auto()
@@ -60,6 +61,7 @@ class Step(Enum):
     COMPLETE_SYNC = auto()
     REPEAT_READY = auto()
     PULL_HISTORY = auto()
+    PULL_SESSION_LIST = auto()
     SUBMIT_SEND = auto()
     SUBMIT_GROUP = auto()
     REFUSE_UNSERVED = auto()
@@ -90,6 +92,7 @@ FRAME_OF: Final[dict[int, Frame]] = {
     Opcode.PULL_MAILBOX: Frame.PULL_MAILBOX,
     Opcode.SYNC_COMPLETE: Frame.SYNC_COMPLETE,
     Opcode.PULL_HISTORY: Frame.PULL_HISTORY,
+    Opcode.PULL_SESSION_LIST: Frame.PULL_SESSION_LIST,
     Opcode.SEND_MESSAGE: Frame.SEND_MESSAGE,
     Opcode.CREATE_GROUP: Frame.CHANGE_GROUP,
     Opcode.LEAVE_GROUP: Frame.CHANGE_GROUP,
@@ -102,6 +105,7 @@ _SERVED: Final = {
     Frame.PULL_MAILBOX: Step.PULL_MAILBOX,
     Frame.SYNC_COMPLETE: Step.COMPLETE_SYNC,
     Frame.PULL_HISTORY: Step.PULL_HISTORY,
+    Frame.PULL_SESSION_LIST: Step.PULL_SESSION_LIST,
     Frame.SEND_MESSAGE: Step.SUBMIT_SEND,
     Frame.CHANGE_GROUP: Step.SUBMIT_GROUP,
     Frame.UNSERVED: Step.REFUSE_UNSERVED,
@@ -127,7 +131,15 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 """A pair that is missing is a defect of the driver."""
 
 _GRACE_STEPS: Final = frozenset(
-    {Step.RENEW, Step.PONG, Step.PULL_MAILBOX, Step.COMPLETE_SYNC, Step.REPEAT_READY, Step.PULL_HISTORY}
+    {
+        Step.RENEW,
+        Step.PONG,
+        Step.PULL_MAILBOX,
+        Step.COMPLETE_SYNC,
+        Step.REPEAT_READY,
+        Step.PULL_HISTORY,
+        Step.PULL_SESSION_LIST,
+    }
 )
 """What the read-only grace allows; SYNC_COMPLETE writes nothing and belongs to the pulls (§15.3.1)."""
 

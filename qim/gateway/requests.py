@@ -36,7 +36,10 @@ from qim.protocol.qim_pb2 import (
     MailboxPullReply,
     PullHistory,
     PullMailbox,
+    PullSessionList,
     SendMessage,
+    SessionListPull,
+    SessionListPullReply,
     SubmitCreateGroup,
     SubmitLeaveGroup,
     SubmitSendReply,
@@ -51,6 +54,8 @@ BUSY_RETRY_MS: Final = 500
 PULLS_AT_ONCE: Final = 8
 """Pulls of a worker that one MailboxNode is asked for at the same time; the others wait here in order, where no timeout
 runs and a connection that ends takes its own along: a login storm is served as fast as it can be, never twice."""
+_DELIVERY_LAG: Final = "delivery_lag"
+"""Dimension of a refusal in the name of the writer, who said for how long."""
 _SUBMIT_MESSAGE_TAG: Final = b"\x22"
 _SUBMIT_LIMITS_LIFTED: Final = b"\x28\x01"
 _BATCH_ENTRY_TAG: Final = b"\x0a"
@@ -91,6 +96,7 @@ class Requests:
                 ErrorCode.RATE_LIMITED,
                 frame.request_id,
                 retry_after_ms=self._around.jittered_ms(limited.retry_after_ms),
+                detail=Detail.DELIVERY_LAG if limited.dimension == _DELIVERY_LAG else "",
                 client_message_id=client_message_id,
             )
             return
@@ -98,7 +104,7 @@ class Requests:
         if session.limits_lifted:
             body += _SUBMIT_LIMITS_LIFTED
         writer = self._around.routing.writer_of(session.tenant_id, message.conversation_id)
-        self._start(connection, "send", self._submit(connection, frame.request_id, client_message_id, writer, body))
+        self._start(connection, "send", self._submit(connection, session, frame.request_id, message, writer, body))
 
     def change_group(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
         """CREATE_GROUP and LEAVE_GROUP: the actor is the authenticated connection, never a field (§3.17, §3.18)."""
@@ -122,8 +128,15 @@ class Requests:
         self._start(connection, "group change", work)
 
     async def _submit(
-        self, connection: ClientConnection, request_id: int, client_message_id: str, writer: str | None, body: bytes
+        self,
+        connection: ClientConnection,
+        session: Session,
+        request_id: int,
+        message: SendMessage,
+        writer: str | None,
+        body: bytes,
     ) -> None:
+        client_message_id = message.client_message_id
         started_ms = self._around.clock.monotonic_ms()
         answer = await self._around.ask(writer, InternalOpcode.SUBMIT_SEND, body)
         reply = SubmitSendReply()
@@ -133,6 +146,9 @@ class Requests:
         elif reply.HasField("error"):
             self._learn(reply.error)
             metrics.SEND_REJECT_TOTAL.labels(code=_code_name(reply.error)).inc()
+            if reply.error.detail == Detail.DELIVERY_LAG:
+                session.held_conversation_id = message.conversation_id
+                session.held_until_ms = self._around.clock.monotonic_ms() + reply.error.retry_after_ms
             connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id, client_message_id), request_id)
         else:
             reply.ack.request_id = request_id
@@ -190,16 +206,28 @@ class Requests:
         if refused is not None:
             self._refuse(connection, frame, refused)
             return
+        if self._may_read(connection, session, frame.request_id, now_ms):
+            self._start(connection, "history", self._history(connection, session, frame.request_id, pull))
+
+    def pull_session_list(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
+        """PULL_SESSION_LIST: shares the rate of history, for it costs as much; then SESSION_LIST_PULL."""
+        pull = PullSessionList()
+        if not _parse(pull, frame.body):
+            self._refuse(connection, frame, BAD_REQUEST)
+        elif self._may_read(connection, session, frame.request_id, now_ms):
+            self._start(connection, "session list", self._list_sessions(connection, session, frame.request_id, pull))
+
+    def _may_read(self, connection: ClientConnection, session: Session, request_id: int, now_ms: float) -> bool:
+        """Refuses a read beyond the window of the connection or `per_user_history_pull_rate`."""
         if connection.in_flight >= IN_FLIGHT_MAX:
-            self._refuse_busy(connection, session, frame.request_id)
-            return
+            self._refuse_busy(connection, session, request_id)
+            return False
         limited = None if session.limits_lifted else self._admission.judge_history(session.user_key, now_ms)
         if limited is not None:
             self._count_limited(session, limited)
             wait_ms = self._around.jittered_ms(limited.retry_after_ms)
-            connection.error(ErrorCode.RATE_LIMITED, frame.request_id, retry_after_ms=wait_ms)
-            return
-        self._start(connection, "history", self._history(connection, session, frame.request_id, pull))
+            connection.error(ErrorCode.RATE_LIMITED, request_id, retry_after_ms=wait_ms)
+        return limited is None
 
     async def _pulls(self, connection: ClientConnection, session: Session, first: QueuedPull) -> None:
         """One of the window's places: this pull, then what waited for the place."""
@@ -260,6 +288,22 @@ class Requests:
             connection.reply(Opcode.HISTORY_BATCH, reply.batch, request_id)
             metrics.PULL_HISTORY_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
 
+    async def _list_sessions(
+        self, connection: ClientConnection, session: Session, request_id: int, pull: PullSessionList
+    ) -> None:
+        started_ms = self._around.clock.monotonic_ms()
+        body = SessionListPull(device=device_target(connection, session), pull=pull).SerializeToString()
+        owner = self._around.routing.mailbox_of(session.shard)
+        answer = await self._around.ask(owner, InternalOpcode.SESSION_LIST_PULL, body)
+        reply = SessionListPullReply()
+        if answer is None or not _parse(reply, answer):
+            self._shard_moved(connection, request_id)
+        elif reply.HasField("error"):
+            connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id), request_id)
+        else:
+            connection.reply(Opcode.SESSION_LIST_BATCH, reply.batch, request_id)
+            metrics.SESSION_LIST_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
+
     # ------------------------------------------------------------------------------------------------------- shared
 
     def _start(self, connection: ClientConnection, name: str, work: Coroutine[Any, Any, None]) -> None:
@@ -271,6 +315,8 @@ class Requests:
     ) -> Refusal | None:
         if connection.in_flight >= IN_FLIGHT_MAX:
             return Refusal("requests_in_flight", BUSY_RETRY_MS)
+        if now_ms < session.held_until_ms and conversation_id == session.held_conversation_id:
+            return Refusal(_DELIVERY_LAG, session.held_until_ms - now_ms)
         if session.limits_lifted:
             return None
         return self._admission.judge_send(session.user_key, conversation_id, now_ms)

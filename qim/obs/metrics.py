@@ -106,6 +106,19 @@ BODY_INCLUDED_FALSE_COUNT: Final = _gauge("body_included_false_count", "entries 
 BODY_CACHE_TOTAL: Final = _counter("body_cache_total", "look-ups (body_cache_hit_ratio)", "result")
 MEMBER_BITMAP_CACHE_TOTAL: Final = _counter("member_bitmap_cache_total", "look-ups of shard members", "result")
 
+SESSION_LIST_LATENCY_MS: Final = _latency_ms("session_list_latency_ms", "PULL_SESSION_LIST to SESSION_LIST_BATCH")
+
+# ------------------------------------------------------------------------------------------------ retention (§18.3)
+MAILBOX_ENTRY_CAP_EVICTED_TOTAL: Final = _counter(
+    "mailbox_entry_cap_evicted_total", "entries removed by the cap of a mailbox; not 0 is a P2 alert", "tenant"
+)
+LOG_TRIMMED_TOTAL: Final = _counter("qim_retention_log_trimmed_total", "records dropped from embedded logs", "topic")
+LOG_BYTES: Final = _gauge("qim_retention_log_bytes", "memory of the partitions of this worker", "topic")
+HISTORY_FORGOTTEN_TOTAL: Final = _counter("qim_retention_history_forgotten_total", "message records dropped by age")
+MEMBERSHIP_VERSIONS_FORGOTTEN_TOTAL: Final = _counter(
+    "qim_retention_membership_versions_forgotten_total", "superseded membership versions dropped"
+)
+
 # --------------------------------------------------------------------------------------------- correctness (24.1.5)
 MAILBOX_SEQ_REGRESSION_COUNT: Final = _gauge("mailbox_seq_regression_count", "W or a mailbox_seq seen going back")
 CURSOR_ADVANCED_BY_PUSH_TOTAL: Final = _counter("cursor_advanced_by_push_total", "device cursors moved by PUSH_EVENTS")
@@ -187,6 +200,9 @@ ALWAYS_ZERO: Final = frozenset(
 )
 """§24.1.5 and its companions: any other value is a defect by itself. Series names as the text format prints them."""
 
+ALERT_UNLESS_ZERO: Final = {"mailbox_entry_cap_evicted_total": "P2"}
+"""Counters without a threshold: not 0, under any label, is an alert of this severity (§24.1)."""
+
 
 def render() -> bytes:
     """All metrics of this process in the Prometheus text format."""
@@ -200,4 +216,15 @@ def always_zero_violations(exposition: str) -> dict[str, float]:
         series, _, value = line.rpartition(" ")
         if series in ALWAYS_ZERO and float(value) != 0:
             found[series] = float(value)
+    return found
+
+
+def firing_alerts(exposition: str) -> dict[str, str]:
+    """Name -> severity of `ALERT_UNLESS_ZERO` that fire in a text of `render`."""
+    found: dict[str, str] = {}
+    for line in exposition.splitlines():
+        series, _, value = line.rpartition(" ")
+        name = series.partition("{")[0]
+        if name in ALERT_UNLESS_ZERO and float(value) != 0:
+            found[name] = ALERT_UNLESS_ZERO[name]
     return found

@@ -84,6 +84,7 @@ class InternalOpcode(IntEnum):
     MAILBOX_PULL = 0xF033
     HISTORY_PULL = 0xF034
     PRESENCE_STALE = 0xF035
+    SESSION_LIST_PULL = 0xF036
 
     PUSH_BATCH = 0xF041
     MARK_DIRTY = 0xF042

@@ -1369,6 +1369,22 @@ class HistoryPullReply(_message.Message):
     batch: bytes
     def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ..., batch: _Optional[bytes] = ...) -> None: ...
 
+class SessionListPull(_message.Message):
+    __slots__ = ("device", "pull")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    device: DeviceTarget
+    pull: PullSessionList
+    def __init__(self, device: _Optional[_Union[DeviceTarget, _Mapping]] = ..., pull: _Optional[_Union[PullSessionList, _Mapping]] = ...) -> None: ...
+
+class SessionListPullReply(_message.Message):
+    __slots__ = ("error", "batch")
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    error: Error
+    batch: bytes
+    def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ..., batch: _Optional[bytes] = ...) -> None: ...
+
 class PresenceStale(_message.Message):
     __slots__ = ("device", "observed_epoch")
     DEVICE_FIELD_NUMBER: _ClassVar[int]

@@ -7,10 +7,10 @@ raises `Fenced` and writes nothing. A broken or timed-out call raises `StoreUnav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from qim.core.seq import LaneVector
 from qim.core.visibility import Interval
@@ -167,6 +167,33 @@ class MessageStore(Protocol):
         """Encoded MessageRecords of one (conversation, seq_bucket): exactly one range read. None where none is."""
         ...
 
+    async def scan_conversations(self, buckets: Collection[int], position: bytes) -> tuple[bytes, list[StoredName]]:
+        """A step of a walk over everything that has a head, those of `buckets` only, and the position of the next step;
+        b"" begins and ends the walk. Costs the server about 1 ms. What exists during the whole walk is seen at least
+        once, whatever changes meanwhile."""
+        ...
+
+    async def forget_history(
+        self, bucket: int, fencing_epoch: int, tenant_id: str, conversation_id: str, earliest_seq: int
+    ) -> int:
+        """Records below `earliest_seq` vanish for good, FORGET_RECORDS_MAX in one call at most; the new
+        `earliest_available_conversation_seq`, which never falls and never passes latest + 1."""
+        ...
+
+
+class StoredName(NamedTuple):
+    """Where a conversation is."""
+
+    bucket: int
+    tenant_id: str
+    conversation_id: str
+
+
+FORGET_VERSIONS_MAX: Final = 100
+"""Versions one call of `forget_versions` drops."""
+FORGET_RECORDS_MAX: Final = 500
+"""Records one call of `forget_history` removes: well under 1 ms of the server."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMeta:
@@ -240,6 +267,15 @@ class GroupMembership(Protocol):
 
     async def member_ids(self, tenant_id: str, group_id: str) -> list[str]:
         """Every user that ever was a member (filter by intervals); for audits and listings, not for delivery."""
+        ...
+
+    async def forget_versions(
+        self, bucket: int, fencing_epoch: int, tenant_id: str, group_id: str, now_ms: int, retention_ms: int
+    ) -> int:
+        """Drop version indexes and snapshots that were superseded at least `retention_ms` ago, FORGET_VERSIONS_MAX at
+        most; how many versions went. Time is told by marks: a call writes down the current version, and what is older
+        than a mark of that age is superseded for as long. So a version lives between one and two retentions when this
+        is called often."""
         ...
 
 
@@ -379,6 +415,13 @@ class UserStatus:
     pending_bytes: int
 
 
+class CapResult(NamedTuple):
+    """Entries of one user that the cap removed, and how many there are now."""
+
+    removed: int
+    left: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationSeen:
     """Row of `user_conversation_state`: registered once when a conversation first enters a user's set."""
@@ -425,6 +468,13 @@ class MailboxStore(Protocol):
 
     async def truncate_before(self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, seq: int) -> None:
         """Entries with mailbox_seq <= seq vanish for good and user_trim_seq rises to seq (§18.1.2)."""
+        ...
+
+    async def enforce_cap(
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
+    ) -> CapResult:
+        """If the user has more than `above` entries, the oldest go until `leave` are left, at most about `limit` in
+        this call, and user_trim_seq rises to the greatest removed mailbox_seq. Event groups go whole (§18.3.3)."""
         ...
 
     async def conversations(self, tenant_id: str, user_id: str) -> list[ConversationSeen]: ...

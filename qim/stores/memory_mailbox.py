@@ -13,6 +13,7 @@ from qim.stores.api import (
     AppendCall,
     AppendResult,
     AppendStatus,
+    CapResult,
     ChunkAppend,
     ConversationSeen,
     ProgressRow,
@@ -29,6 +30,7 @@ from qim.stores.mailbox_layout import (
     DROPPED_BLOCKS_PER_CALL_MAX,
     EVENT_GROUP_ITEMS_MAX,
     PROGRESS_BLOCK_OFFSETS,
+    SEQ_MAX,
     check_append,
     split_member,
 )
@@ -172,6 +174,18 @@ class MemoryMailboxStore:
         for members in self._held.mailboxes.get(user, {}).values():
             for prefix in [prefix for prefix in members if int.from_bytes(prefix[:8], "big") <= seq]:
                 del members[prefix]
+
+    async def enforce_cap(
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
+    ) -> CapResult:
+        self._current(shard, shard_epoch)
+        members = self._members(tenant_id, user_id, 0, SEQ_MAX)
+        if len(members) <= above:
+            return CapResult(0, len(members))
+        last = members[min(len(members) - leave, limit) - 1]
+        await self.truncate_before(shard, shard_epoch, tenant_id, user_id, int.from_bytes(last[:8], "big"))
+        left = len(self._members(tenant_id, user_id, 0, SEQ_MAX))
+        return CapResult(len(members) - left, left)
 
     async def conversations(self, tenant_id: str, user_id: str) -> list[ConversationSeen]:
         mailbox_shard_id(tenant_id, user_id, self._shard_count)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -15,6 +15,8 @@ from qim.core.ids import GROUP_PREFIX
 from qim.core.visibility import Interval
 from qim.errors import Fenced, StoreError
 from qim.stores.api import (
+    FORGET_RECORDS_MAX,
+    FORGET_VERSIONS_MAX,
     BucketState,
     CommitOutcome,
     CommitRequest,
@@ -23,6 +25,7 @@ from qim.stores.api import (
     GroupMeta,
     ShardSnapshot,
     SnapshotRef,
+    StoredName,
 )
 
 _ZERO_ID: Final = bytes(16)
@@ -52,6 +55,8 @@ class _Group:
     users: dict[int, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     snapshots: dict[tuple[int, int], ShardSnapshot] = field(default_factory=dict)
     index: dict[int, dict[int, SnapshotRef]] = field(default_factory=dict)
+    mark: tuple[int, int] | None = None
+    """A version that was the current one at a time (unix ms)."""
 
     def place(self, user_id: str, slot: int, mailbox_shard: int) -> None:
         self.slots[user_id] = slot
@@ -74,6 +79,7 @@ class MemoryMessageStore:
         self._buckets: dict[int, _Bucket] = defaultdict(_Bucket)
         self._heads: dict[tuple[str, str], ConversationHead] = {}
         self._records: dict[tuple[str, str, int], bytes] = {}
+        self._places: set[StoredName] = set()
         self._groups: dict[tuple[str, str], _Group] = {}
         self._staged: dict[tuple[str, str], _Group] = {}
 
@@ -103,7 +109,7 @@ class MemoryMessageStore:
                 continue
             outcome = self._answered(state, request) or self._refusal(state, request)
             if outcome is None:
-                outcome = self._accept(state, fencing_epoch, request)
+                outcome = self._accept(bucket, fencing_epoch, request)
             elif outcome.status not in (CommitStatus.DUPLICATE, CommitStatus.REUSED):
                 blocked.add(name)
             outcomes.append(outcome)
@@ -128,6 +134,23 @@ class MemoryMessageStore:
     ) -> list[bytes | None]:
         name = (tenant_id, conversation_id)
         return [self._records.get((*name, seq)) if seq // _RECORDS_PER_BUCKET == seq_bucket else None for seq in seqs]
+
+    async def scan_conversations(self, buckets: Collection[int], position: bytes) -> tuple[bytes, list[StoredName]]:
+        return b"", [name for name in self._places if name.bucket in buckets]
+
+    async def forget_history(
+        self, bucket: int, fencing_epoch: int, tenant_id: str, conversation_id: str, earliest_seq: int
+    ) -> int:
+        self._check_fence(bucket, fencing_epoch)
+        name = (tenant_id, conversation_id)
+        head = self._heads.get(name, ConversationHead())
+        earliest = head.earliest_available_conversation_seq
+        keep = max(earliest, min(earliest_seq, head.latest_conversation_seq + 1, earliest + FORGET_RECORDS_MAX))
+        for seq in range(earliest, keep):
+            self._records.pop((*name, seq), None)
+        if keep > earliest:
+            self._heads[name] = replace(head, earliest_available_conversation_seq=keep)
+        return keep
 
     def _check_fence(self, bucket: int, fencing_epoch: int) -> None:
         stored = self._buckets[bucket].epoch
@@ -165,7 +188,8 @@ class MemoryMessageStore:
             return CommitOutcome(status=CommitStatus.OUT_OF_ORDER)
         return None
 
-    def _accept(self, state: _Bucket, fencing_epoch: int, request: CommitRequest) -> CommitOutcome:
+    def _accept(self, bucket: int, fencing_epoch: int, request: CommitRequest) -> CommitOutcome:
+        state = self._buckets[bucket]
         name = (request.tenant_id, request.conversation_id)
         head = self._heads.get(name, ConversationHead(dek_id=request.dek_id, wrapped_dek=request.wrapped_dek))
         seq = head.latest_conversation_seq + 1
@@ -180,6 +204,7 @@ class MemoryMessageStore:
             updated_at_ms=request.created_at_ms,
         )
         self._records[(*name, seq)] = request.record
+        self._places.add(StoredName(bucket, *name))
         state.hlc = request.message_id
         state.outbox.append(struct.pack("<BQ", 0x09, seq) + request.outbox)
         state.dedup[request.tenant_id, request.sender_id, request.client_message_id] = _Dedup(
@@ -300,3 +325,24 @@ class MemoryMessageStore:
 
     async def member_ids(self, tenant_id: str, group_id: str) -> list[str]:
         return sorted(self._groups.get((tenant_id, group_id), _Group()).slots)
+
+    async def forget_versions(
+        self, bucket: int, fencing_epoch: int, tenant_id: str, group_id: str, now_ms: int, retention_ms: int
+    ) -> int:
+        self._check_fence(bucket, fencing_epoch)
+        group = self._groups.get((tenant_id, group_id))
+        if group is None or group.meta is None:
+            return 0
+        if group.mark is None:
+            group.mark = (group.meta.membership_version, now_ms)
+        marked, marked_at_ms = group.mark
+        if now_ms - marked_at_ms < retention_ms:
+            return 0
+        dropped = sorted(version for version in group.index if version < marked)[:FORGET_VERSIONS_MAX]
+        for version in dropped:
+            del group.index[version]
+        used = {(shard, ref.snapshot_version) for index in group.index.values() for shard, ref in index.items()}
+        group.snapshots = {key: snapshot for key, snapshot in group.snapshots.items() if key in used}
+        if min(group.index) >= marked:
+            group.mark = (group.meta.membership_version, now_ms)
+        return len(dropped)

@@ -17,6 +17,10 @@ class TrimmableLog(CommitLog, Protocol):
     async def trim(self, partition: int, safe_offset: int) -> int: ...
 
 
+class MeasuredLog(TrimmableLog, Protocol):
+    async def stored_bytes(self, partition: int) -> int: ...
+
+
 class CommitLogContract:
     """Subclasses give `log`, `checkpoints` bound to it and `foreign_checkpoints` of a log that was made anew."""
 
@@ -81,6 +85,8 @@ class CommitLogContract:
         assert await self.checkpoints.open_partition(0, 1, "g1") == 0
         await self.checkpoints.save(0, 1, 5)
         await self.checkpoints.save(0, 1, 3)
+        assert await self.checkpoints.position(0) == 5
+        assert await self.checkpoints.position(1) == 0
         assert await self.checkpoints.open_partition(0, 1, "g1") == 5
         assert await self.checkpoints.open_partition(0, 2, "g2") == 5
 
@@ -107,7 +113,17 @@ class CommitLogContract:
 
 
 class FencedLogContract(CommitLogContract):
-    """Logs that judge a fence and append in one step; a broker cannot."""
+    """Logs that judge a fence and append in one step, and that we trim; a broker does neither."""
+
+    log: MeasuredLog
+
+    async def test_stored_bytes_follow_what_is_kept(self) -> None:
+        empty = await self.log.stored_bytes(1)
+        await self.log.append([(1, bytes(1_000))] * 1_000)
+        full = await self.log.stored_bytes(1)
+        assert 0.9e6 < full - empty < 2e6
+        await self.log.trim(1, 900)
+        assert await self.log.stored_bytes(1) < full / 4
 
     async def test_a_replaced_producer_appends_nothing(self) -> None:
         await self.checkpoints.open_partition(7, 1, "g1")

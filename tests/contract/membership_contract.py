@@ -14,6 +14,7 @@ from tests.contract.message_contract import outbox_of
 
 EPOCH = 5
 GROUP = "team"
+RETENTION_MS = 8 * 86_400_000
 
 
 class MembershipContract:
@@ -162,6 +163,53 @@ class MembershipContract:
         assert plan.shard_of("ann") != plan.shard_of("bob")
         await self.change(plan, 2, [], ["bob"])
         assert set(await self.groups.version_index(TENANT, GROUP, 2)) == {plan.shard_of("ann")}
+
+    async def forget(self, now_ms: int, *, epoch: int = EPOCH) -> int:
+        return await self.groups.forget_versions(BUCKET, epoch, TENANT, GROUP, now_ms, RETENTION_MS)
+
+    async def test_versions_superseded_for_the_retention_are_forgotten(self) -> None:
+        plan = await self.create([f"user{n}" for n in range(20)])
+        for number in range(2, 6):
+            await self.change(plan, number, [], [f"user{number}"])
+        assert await self.forget(1_000) == 0, "now it is known that version 5 was the current one"
+        await self.change(plan, 6, [], ["user6"])
+        assert await self.forget(999 + RETENTION_MS) == 0
+        kept = dict(await self.groups.version_index(TENANT, GROUP, 5))
+        assert await self.forget(1_000 + RETENTION_MS) == 4
+        for version in range(1, 5):
+            with pytest.raises(StoreError):
+                await self.groups.version_index(TENANT, GROUP, version)
+        assert await self.groups.version_index(TENANT, GROUP, 5) == kept
+        for shard, ref in kept.items():
+            assert (await self.groups.shard_snapshot(TENANT, GROUP, shard, ref.snapshot_version)).member_count
+        await self.check_version(plan, 6, set(plan.active))
+        assert await self.forget(999 + 2 * RETENTION_MS) == 0
+        assert await self.forget(1_000 + 2 * RETENTION_MS) == 1
+
+    async def test_snapshots_go_with_their_last_version(self) -> None:
+        plan = await self.create(["ann", "bob"])
+        shard = plan.shard_of("bob")
+        assert shard != plan.shard_of("ann")
+        await self.change(plan, 2, [], ["bob"])
+        await self.forget(0)
+        assert await self.forget(RETENTION_MS) == 1
+        with pytest.raises(StoreError):
+            await self.groups.shard_snapshot(TENANT, GROUP, shard, 1)
+        assert (await self.groups.shard_snapshot(TENANT, GROUP, plan.shard_of("ann"), 1)).member_count == 1
+
+    async def test_versions_are_forgotten_by_the_owner_only_and_a_few_at_a_time(self) -> None:
+        plan = await self.create(["ann", "bob"])
+        for number in range(2, 113):
+            joining, leaving = (["cid"], []) if number % 2 == 0 else ([], ["cid"])
+            await self.change(plan, number, joining, leaving)
+        await self.forget(0)
+        with pytest.raises(Fenced):
+            await self.forget(RETENTION_MS, epoch=EPOCH - 1)
+        assert await self.forget(RETENTION_MS) == 100
+        assert await self.forget(RETENTION_MS) == 11
+        assert await self.forget(RETENTION_MS) == 0
+        await self.check_version(plan, 112, set(plan.active))
+        assert await self.groups.forget_versions(BUCKET, EPOCH, TENANT, "nobody", 0, RETENTION_MS) == 0
 
     async def test_unknown_versions_and_snapshots_are_errors(self) -> None:
         await self.create(["ann", "bob"])

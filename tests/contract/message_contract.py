@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from qim.errors import Fenced, StoreError
-from qim.stores.api import CommitOutcome, CommitRequest, CommitStatus, ConversationHead, GroupMembership, MessageStore
+from qim.stores.api import (
+    CommitOutcome,
+    CommitRequest,
+    CommitStatus,
+    ConversationHead,
+    GroupMembership,
+    MessageStore,
+    StoredName,
+)
 from qim.stores.memory_message import MemoryMessageStore
 from qim.stores.redis import keys
 from qim.stores.redis.message import MessageInstances
@@ -244,6 +252,36 @@ class MessageStoreContract:
             number += 100
         assert await self.store.records(TENANT, DM, 0, [4_095]) == [b"record text 4095"]
         assert await self.store.records(TENANT, DM, 1, [4_096, 4_095]) == [b"record text 4096", None]
+
+    async def test_forgotten_history_is_gone_and_its_bound_never_falls(self) -> None:
+        for first in range(1, 601, 100):
+            await self.commit(*(request(first + i) for i in range(100)))
+        forget = (BUCKET, EPOCH, TENANT, DM)
+        assert await self.store.forget_history(*forget, 4) == 4
+        assert await self.store.forget_history(*forget, 2) == 4
+        assert await self.store.records(TENANT, DM, 0, [3, 4, 600]) == [None, b"record text 4", b"record text 600"]
+        assert await self.store.forget_history(*forget, 10_000) == 504, "500 in one call"
+        assert await self.store.forget_history(*forget, 10_000) == 601
+        head = await self.store.head(TENANT, DM)
+        assert (head.earliest_available_conversation_seq, head.latest_conversation_seq) == (601, 600)
+        (after,) = await self.commit(request(601))
+        assert after.conversation_seq == 601
+        assert await self.store.records(TENANT, DM, 0, [600, 601]) == [None, b"record text 601"]
+        with pytest.raises(Fenced):
+            await self.store.forget_history(BUCKET, EPOCH - 1, TENANT, DM, 602)
+        assert await self.store.forget_history(BUCKET, EPOCH, TENANT, "dm:eve:fay", 5) == 1
+
+    async def test_a_walk_sees_every_conversation_of_the_buckets(self) -> None:
+        await self.commit(*(request(number, f"dm:ann:bob{number}") for number in range(1, 50)))
+        await self.commit(*(request(number, f"dm:ann:bob{number}") for number in range(50, 90)))
+        seen: list[StoredName] = []
+        position, steps = b"", 0
+        while steps == 0 or position:
+            position, found = await self.store.scan_conversations({BUCKET}, position)
+            seen += found
+            steps += 1
+        assert set(seen) == {StoredName(BUCKET, TENANT, f"dm:ann:bob{number}") for number in range(1, 90)}
+        assert await self.store.scan_conversations({BUCKET + 1}, b"") == (b"", [])
 
     async def test_a_group_message_needs_the_frozen_version(self) -> None:
         await self.create_group(GroupPlan(), 1)

@@ -127,7 +127,8 @@ async def test_what_was_acknowledged_survives_kill_9_and_appends_wait_for_the_br
             assert not producer.done()
             await asyncio.sleep(0.01)
         server.kill()
-        await asyncio.to_thread(server.start)
+        server.launch()
+        await asyncio.to_thread(server.wait_until_ready)
         goal = len(acknowledged) + 200
         deadline_s = time.monotonic() + 60
         while len(acknowledged) < goal:

@@ -60,7 +60,7 @@ def test_a_topic_that_is_gone_is_not_made_again(
 ) -> None:
     prepare(first_start=True)
     delete_topic(kafka_server, address.topic("dispatch"))
-    with pytest.raises(StartupError, match="bring it back"):
+    with pytest.raises(StartupError, match="bring its topics back"):
         prepare(first_start=False)
 
 

@@ -387,6 +387,30 @@ class MailboxStoreContract:
         assert len(await offsets(self.store, "bob")) == 6
         assert (await self.store.user_status(span("ann"))).effective_trim == at
 
+    async def test_above_the_cap_the_oldest_entries_go_and_the_trim_is_the_greatest_removed(self) -> None:
+        now = unix_ms()
+        for offset in range(200):  # two days, whose sequences interleave
+            await self.store.append(append(chunk(offset, ["ann", "bob"], created_at_ms=now - offset % 2 * DAY_MS)))
+        capped = {"above": 199, "leave": 150, "limit": 30}
+        assert await self.store.enforce_cap(SHARD, EPOCH, TENANT, "ann", **capped | {"above": 200}) == (0, 200)
+        assert (await self.store.range_scan(span("ann"))).effective_trim == 0
+        assert await self.store.enforce_cap(SHARD, EPOCH, TENANT, "ann", **capped) == (30, 170)
+        assert await self.store.enforce_cap(SHARD, EPOCH, TENANT, "ann", **capped | {"above": 150}) == (20, 150)
+        assert await self.store.enforce_cap(SHARD, EPOCH, TENANT, "ann", **capped | {"above": 150}) == (0, 150)
+        assert await offsets(self.store, "ann") == list(range(50, 200))
+        assert (await self.store.range_scan(span("ann"))).effective_trim == mailbox_seq(EPOCH, 49)
+        assert len(await offsets(self.store, "bob")) == 200
+        assert (await self.store.range_scan(span("bob"))).effective_trim == 0
+        with pytest.raises(Fenced):
+            await self.store.enforce_cap(SHARD, EPOCH - 1, TENANT, "ann", **capped)
+
+    async def test_the_cap_never_splits_an_event_group(self) -> None:
+        for offset in range(4):
+            await self.store.append(append(chunk(offset, ["ann"], ordinals=range(3))))
+        assert await self.store.enforce_cap(SHARD, EPOCH, TENANT, "ann", above=11, leave=11, limit=100) == (3, 9)
+        assert await offsets(self.store, "ann") == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+        assert (await self.store.user_status(span("ann"))).effective_trim == mailbox_seq(EPOCH, 0)
+
     async def test_status_counts_what_lies_between_the_cursor_and_w(self) -> None:
         now = unix_ms()
         w: LaneVector = zero()

@@ -325,7 +325,14 @@ async def _observed(store: MailboxStore) -> list[object]:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(_calls() | st.tuples(st.sampled_from(USERS), st.integers(0, 1100)), max_size=8))
+@given(
+    st.lists(
+        _calls()
+        | st.tuples(st.sampled_from(USERS), st.integers(0, 1100))
+        | st.tuples(st.sampled_from(USERS), st.integers(0, 12), st.integers(0, 6), st.integers(1, 12)),
+        max_size=8,
+    )
+)
 def test_redis_and_the_model_agree(mailbox_redis: str, steps: list[Any]) -> None:
     async def run() -> None:
         client = await connected_client(mailbox_redis)
@@ -339,10 +346,16 @@ def test_redis_and_the_model_agree(mailbox_redis: str, steps: list[Any]) -> None
         for store in stores:
             await store.open_shard(SHARD, EPOCH, GRANT, LANES)
         for step in steps:
-            outcomes = []
+            outcomes: list[object] = []
             w = (await stores[1].load_shard(SHARD, EPOCH)).watermarks
             for store in stores:
-                if isinstance(step[0], str):
+                if isinstance(step[0], str) and len(step) == 4:
+                    user, above, fewer, limit = step
+                    capped = await store.enforce_cap(
+                        SHARD, EPOCH, TENANT, user, above=above, leave=max(above - fewer, 0), limit=limit
+                    )
+                    outcomes.append(capped)
+                elif isinstance(step[0], str):
                     await store.truncate_before(SHARD, EPOCH, TENANT, step[0], mailbox_seq(EPOCH, step[1]))
                 else:
                     outcomes.append(await store.append(_build(step, w)))

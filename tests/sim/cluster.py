@@ -43,6 +43,7 @@ RESTART_S: Final = 0.05
 TRIM_AFTER_S: Final = 4.0
 """The dispatch log is trimmed below a C that was stored at least this long ago: twice what an instance may lose."""
 TRIM_EVERY_S: Final = 0.5
+FAR_S: Final = 0.01
 ALIASES: Final = ("", "b")
 """A role instance that takes over under another name alternates between these suffixes."""
 
@@ -298,6 +299,8 @@ class Cluster:
 
     def connection(self, process: SimProcess, server: Server, purpose: str) -> Connection:
         made = Connection(server, process, purpose, self.seed)
+        if purpose == "mailbox" and self.plan.far_mailboxes:
+            made.slow_s = FAR_S
         self.connections.setdefault(process, []).append(made)
         return made
 
@@ -589,6 +592,7 @@ class Administrator:
 def _parameters(plan: Plan) -> Parameters:
     changes: dict[str, Any] = {
         "conversation_bucket_count": plan.buckets,
+        "sync_delay_hint_ms": {"min_ms": 0, "max_ms": 300},
         "per_user_msg_rate": 1000,
         "per_user_msg_rate_burst": 1000,
         "per_sender_in_conversation_burst": 1000,

@@ -367,7 +367,5 @@ class Device:
 async def _ignoring(work: Any) -> None:
     try:
         await work
-    except Exception:  # noqa: BLE001, S110  a refusal is an answer
+    except Exception:  # noqa: BLE001  a refusal is an answer
         pass
-
-

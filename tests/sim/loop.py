@@ -214,7 +214,7 @@ class SimLoop(asyncio.BaseEventLoop):
         for task in list(self.tasks):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             try:
-                task.get_coro().close()  # type: ignore[union-attr]
+                task.get_coro().close()
             except (RuntimeError, ValueError):
                 pass
         self._queue.clear()

@@ -300,9 +300,7 @@ class SimBackplane:
         else:
             self.network.loop.create_task(self._finish(opcode, outcome, answer))
 
-    async def _finish(
-        self, opcode: int, work: Awaitable[bytes], answer: Callable[[bytes | None], None]
-    ) -> None:
+    async def _finish(self, opcode: int, work: Awaitable[bytes], answer: Callable[[bytes | None], None]) -> None:
         try:
             body: bytes | None = await work
         except Exception as error:  # noqa: BLE001

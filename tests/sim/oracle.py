@@ -284,7 +284,7 @@ class Oracle:
         self._read_outboxes()
         self._check_mailboxes()
         for (device, conversation_id), queued in self._queued.items():
-            seqs = [self.committed[found][1] for found in queued if found in self.committed]
+            seqs = [self.committed[name][1] for name in queued if name in self.committed]
             if seqs != sorted(seqs):
                 self.violation(f"{device} sent to {conversation_id} in another order than committed: {seqs}")
         for name, event in self.failed.items():
@@ -293,8 +293,8 @@ class Oracle:
         for name in self.sent:
             if name not in self.committed:
                 self.violation(f"{name} was acknowledged and is in no outbox")
-        for device in self._cluster.devices.values():
-            self._check_rows(device)
+        for found in self._cluster.devices.values():
+            self._check_rows(found)
 
     def _check_mailboxes(self) -> None:
         for user, must in sorted(self._must.items()):

@@ -1,4 +1,4 @@
-"""What a seed means: a cluster, what its users do and what goes wrong; plain values, so that a plan can be shortened."""
+"""What a seed means: a cluster, what its users do, what goes wrong; plain values, so that a plan can be shortened."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class Plan:
     """The dispatch log is one of a broker."""
     fold_save_records: int
     entries_max: int
+    far_mailboxes: bool
+    """Calls to the mailbox instance take 10 to 20 ms, so that there is always one on the way."""
     tight_rate: bool
     """A sender is refused in the middle of its pipelined messages."""
     users: list[str]
@@ -50,7 +52,7 @@ class Plan:
 
     def workers(self) -> list[tuple[str, tuple[str, ...]]]:
         """(process, role slots)."""
-        found = []
+        found: list[tuple[str, tuple[str, ...]]] = []
         kinds = ("writer", "fanout", "mailbox")
         if self.apart:
             for kind in kinds:
@@ -84,6 +86,8 @@ class _Profile:
     """At the far end of links that are cut or slow."""
     count: tuple[int, int] = (2, 14)
     """Faults of a seed."""
+    bursts: tuple[int, int] = (15, 40)
+    """Times somebody has something to say, one to eight lines each."""
     narrow: bool = False
     """One shard with one lane: every member of a group in the same chunks."""
 
@@ -102,7 +106,8 @@ PROFILES: Final[Mapping[str, _Profile]] = {
     "everything": _Profile(weights=_ALL, calls=_CALLS, purposes=("message", "log", "registry", "mailbox", "mailbox")),
     "append": _Profile(
         weights={"slow": 8, "break": 12, "break_at": 14, "crash_at": 6, "mailbox_lost_at": 1, "takeover_at": 2},
-        count=(8, 30),
+        count=(10, 40),
+        bursts=(30, 70),
         roles=("mailbox",),
         calls=("mailbox.append",),
         purposes=("mailbox",),
@@ -129,6 +134,7 @@ PROFILES: Final[Mapping[str, _Profile]] = {
     ),
     "quiet": _Profile(
         weights={"mailbox_lost": 6, "mailbox_lost_at": 3, "takeover": 2, "device": 3, "break": 2},
+        bursts=(5, 12),
         roles=_OWNERS,
         calls=_CALLS,
         purposes=("mailbox",),
@@ -160,6 +166,7 @@ def make_plan(seed: int) -> Plan:
         broker=rng.random() < 0.3,
         fold_save_records=rng.choice((2, 4, 8)),
         entries_max=rng.choice((1, 2, 3, 8)),
+        far_mailboxes=narrow and rng.random() < 0.7,
         tight_rate=rng.random() < 0.3,
         users=users,
         devices=devices,
@@ -176,7 +183,7 @@ def _work(plan: Plan, rng: random.Random) -> list[Step]:
         creator = next(device for user, device in plan.devices if user == members[0])
         steps.append(Step(0.8 + rng.random(), "create_group", (creator, group, tuple(members))))
     message = 0
-    for _ in range(rng.randint(5, 12) if plan.profile == "quiet" else rng.randint(15, 40)):
+    for _ in range(rng.randint(*PROFILES[plan.profile].bursts)):
         at_s = 1.0 + rng.random() * (WORK_S - 1.0)
         user, device = rng.choice(plan.devices)
         if rng.random() < 0.5:

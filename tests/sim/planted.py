@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
@@ -16,7 +16,6 @@ from qim.client.sync import SyncState
 from qim.commit_log.memory import MemoryCheckpointStore, _Position
 from qim.core.hlc import HybridClock
 from qim.core.seq import mailbox_seq, shard_epoch_of
-from qim.errors import Fenced, StoreError
 from qim.protocol import qim_pb2 as pb
 from qim.registry.api import LeaseKind
 from qim.shard_workers.conversation.runner import WriterRole
@@ -27,8 +26,7 @@ from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
 from qim.shard_workers.mailbox.lanes import SubTask
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
 from qim.shard_workers.mailbox.requests import GatewayRequests
-from qim.shard_workers.mailbox.shard import ShardRunner
-from qim.stores.api import AppendCall, CommitRequest, ProgressRow, ShardState
+from qim.stores.api import AppendCall, CommitRequest
 from qim.stores.memory_mailbox import MemoryMailboxStore
 from qim.stores.memory_message import MemoryMessageStore
 from tests.sim import cluster, servers
@@ -327,7 +325,7 @@ def watermark_not_compared() -> contextlib.AbstractContextManager[None]:
 
 def commit_not_fenced() -> contextlib.AbstractContextManager[None]:
     """A writer that was replaced goes on committing."""
-    return _with(mock.patch.object(MemoryMessageStore, "_check_fence", lambda *_: None))
+    return _with(mock.patch.object(MemoryMessageStore, "_check_fence"))
 
 
 def append_not_fenced() -> contextlib.AbstractContextManager[None]:
@@ -343,7 +341,7 @@ def append_not_fenced() -> contextlib.AbstractContextManager[None]:
 
 def idle_instance_forgotten() -> contextlib.AbstractContextManager[None]:
     """A new connection is noticed by the next call only."""
-    return _with(mock.patch.object(servers.SimMailboxStore, "is_loaded", lambda *_: True))
+    return _with(mock.patch.object(servers.SimMailboxStore, "is_loaded", return_value=True))
 
 
 PLANTED: Final[Mapping[str, Planting]] = {

@@ -13,14 +13,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ContextManager, Final
+from multiprocessing.pool import Pool
+from typing import Any, Final
 from unittest import mock
 
 from qim.obs.logs import configure_logs
-from tests.sim import devices
+from tests.sim import devices, planted
 from tests.sim.cluster import Cluster
 from tests.sim.devices import Device
 from tests.sim.plan import FAULTS_END_S, Plan, Step, make_plan
+from tests.sim.planted import Planting
 
 CONVERGE_S: Final = 40.0
 """Bound of the quiet time: reconnects, DIRTY spread over 5 s, pulls 5 s apart; less than a heartbeat."""
@@ -28,7 +30,8 @@ LOOK_S: Final = 0.25
 CURSOR_LOOK_S: Final = 0.1
 SHRINK_RUNS_MAX: Final = 40
 
-Planting = Callable[[], ContextManager[None]]
+SHRUNK_MAX: Final = 3
+"""Failing seeds that are shortened and printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +182,56 @@ def _silent() -> None:
     gc.disable()
 
 
-def _worker(seed: int) -> Outcome:
+def _run(task: tuple[int, str]) -> Outcome:
+    """In a worker process: a seed, with a rule taken out if one is named."""
+    seed, rule = task
     try:
-        outcome = run_seed(seed)
+        return run_seed(seed, {**planted.PLANTED, **planted.TRIPWIRES}[rule] if rule else contextlib.nullcontext)
     finally:
         gc.collect()
-    return outcome
+
+
+def _pool(processes: int) -> Pool:
+    return multiprocessing.get_context("spawn").Pool(processes or None, _silent)
+
+
+def _run_seeds(seeds: range, processes: int) -> int:
+    started_s = time.perf_counter()
+    failed: list[int] = []
+    quiet_s = 0.0
+    with _pool(processes) as pool:
+        for outcome in pool.imap_unordered(_run, [(seed, "") for seed in seeds]):
+            quiet_s = max(quiet_s, outcome.quiet_s)
+            if outcome.violations:
+                failed.append(outcome.seed)
+                sys.stdout.write(f"seed {outcome.seed} fails: {outcome.violations[0]}\n")
+                sys.stdout.flush()
+    took_s = time.perf_counter() - started_s
+    sys.stdout.write(f"{len(seeds)} seeds, {len(failed)} failed, {took_s:.0f} s, quiet after {quiet_s:.1f} s at most\n")
+    _silent()
+    for seed in sorted(failed)[:SHRUNK_MAX]:
+        report(*shortened(make_plan(seed)), sys.stdout.write)
+    return 1 if failed else 0
+
+
+def _run_planted(rules: Sequence[str], seeds: range, processes: int) -> int:
+    """The first seed that notices each rule that was taken out; 1 when one of PLANTED is not noticed."""
+    missed = 0
+    for rule in rules or (*planted.PLANTED, *planted.TRIPWIRES):
+        found = None
+        with _pool(processes) as pool:
+            for outcome in pool.imap(_run, [(seed, rule) for seed in seeds]):
+                if outcome.violations:
+                    found = outcome
+                    break
+            pool.terminate()
+        if found is None:
+            missed += rule in planted.PLANTED
+            sys.stdout.write(f"{rule:26s} not noticed within {len(seeds)} seeds\n")
+        else:
+            sys.stdout.write(f"{rule:26s} seed {found.seed:4d}: {found.violations[0]}\n")
+        sys.stdout.flush()
+    return 1 if missed else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -192,25 +239,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=0, help="0: one per core")
+    parser.add_argument("--planted", nargs="*", metavar="RULE", help="take rules out and name the seeds that notice")
     options = parser.parse_args(arguments)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    started_s = time.perf_counter()
-    failed: list[int] = []
-    quiet_s: list[float] = []
-    with multiprocessing.get_context("spawn").Pool(options.processes or None, _silent) as pool:
-        for outcome in pool.imap_unordered(_worker, seeds, chunksize=1):
-            quiet_s.append(outcome.quiet_s)
-            if outcome.violations:
-                failed.append(outcome.seed)
-                sys.stdout.write(f"seed {outcome.seed} fails: {outcome.violations[0]}\n")
-                sys.stdout.flush()
-    took_s = time.perf_counter() - started_s
-    sys.stdout.write(f"{len(seeds)} seeds, {len(failed)} failed, {took_s:.0f} s, converged within {max(quiet_s):.1f} s\n")
-    _silent()
-    for seed in sorted(failed)[:3]:
-        plan, outcome = shortened(make_plan(seed))
-        report(plan, outcome, sys.stdout.write)
-    return 1 if failed else 0
+    if options.planted is not None:
+        return _run_planted(options.planted, seeds, options.processes)
+    return _run_seeds(seeds, options.processes)
 
 
 if __name__ == "__main__":

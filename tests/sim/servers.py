@@ -19,6 +19,7 @@ from qim.stores.api import (
     AppendCall,
     AppendResult,
     AppendStatus,
+    CapResult,
     ConversationSeen,
     ProgressRow,
     RangePage,
@@ -33,7 +34,7 @@ CALL_TIMEOUT_S: Final = 2.0
 RECONNECT_S: Final = (0.05, 0.4)
 DURABLE_AFTER_S: Final = 2.0
 """An instance that fsyncs every second may lose up to two (§ everysec)."""
-WRITES: Final = frozenset({"open_shard", "append", "truncate_before"})
+WRITES: Final = frozenset({"open_shard", "append", "truncate_before", "enforce_cap"})
 
 
 class _Call:
@@ -142,7 +143,7 @@ class MailboxServer(Server):
         self.store = MemoryMailboxStore(shard_count, now_ms)
         self.shadow = MemoryMailboxStore(shard_count, now_ms)
         for store in (self.store, self.shadow):
-            store._loaded = _Everything()  # type: ignore[assignment]  # connections know what they loaded
+            store._loaded = _Everything()  # connections know what they loaded
         self._not_durable: deque[tuple[float, str, tuple[Any, ...]]] = deque()
 
     def _carry_out(self, call: _Call) -> None:
@@ -157,7 +158,7 @@ class MailboxServer(Server):
         lost = len(self._not_durable)
         self._not_durable.clear()
         self.store.restart(self.shadow.saved())
-        self.store._loaded = _Everything()  # type: ignore[assignment]
+        self.store._loaded = _Everything()
         return lost
 
     def _harden(self, before_s: float) -> None:
@@ -223,10 +224,11 @@ class Connection:
         self.up = False
         calls, self._in_flight = list(self._in_flight), deque()
         waiting = [call for call in calls if not call.done]
-        kept = {True: len(waiting), False: 0, None: self._rng.randint(0, len(waiting))}[rest_executed]
+        some = self._rng.choice((len(waiting), self._rng.randint(0, len(waiting))))
+        kept = {True: len(waiting), False: 0, None: some}[rest_executed]
         for call in waiting[kept:]:
             call.dead = True
-        after_calls, delay_s = self._rng.choice((0, 1, 2, 3, 5, 8)), self._rng.choice((0.0, 0.01, 0.2, 1.5))
+        after_calls, delay_s = self._rng.choice((0, 1, 2, 2, 3, 6)), self._rng.choice((0.0, 0.01, 0.2, 1.5))
         for call in waiting[:kept]:
             late = _Call(self, call.target, call.method, call.args[0], call.args[1], call.future)
             late.generation = -1
@@ -354,6 +356,13 @@ class SimMailboxStore:
     async def truncate_before(self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, seq: int) -> None:
         self._require(shard)
         await self._call("truncate_before", shard, shard_epoch, tenant_id, user_id, seq)
+
+    async def enforce_cap(
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
+    ) -> CapResult:
+        self._require(shard)
+        result: CapResult = await self._call("enforce_cap", shard, shard_epoch, tenant_id, user_id, above, leave, limit)
+        return result
 
     async def conversations(self, tenant_id: str, user_id: str) -> list[ConversationSeen]:
         self._require(mailbox_shard_id(tenant_id, user_id, self._shard_count))

@@ -36,6 +36,7 @@ _BODIES: dict[int, type[Message]] = {
     Opcode.SYNC_COMPLETE: pb.SyncComplete,
     Opcode.SEND_MESSAGE: pb.SendMessage,
     Opcode.PULL_HISTORY: pb.PullHistory,
+    Opcode.PULL_SESSION_LIST: pb.PullSessionList,
     Opcode.CREATE_GROUP: pb.CreateGroup,
     Opcode.LEAVE_GROUP: pb.LeaveGroup,
 }
@@ -295,6 +296,20 @@ class FakeServer:
             earliest_available_conversation_seq=1,
         )  # fmt: skip
         peer.send(Opcode.HISTORY_BATCH, batch, request_id)
+
+    def _on_pull_session_list(self, peer: Peer, request_id: int, pull: pb.PullSessionList) -> None:
+        sessions = [
+            pb.Session(
+                conversation_id=conversation_id, latest_conversation_seq=len(log), unread_count=len(log),
+                last_activity_id=log[-1].last_activity_id, last_message_id=log[-1].message_id,
+                preview_or_placeholder=log[-1].payload_or_ciphertext.decode(),
+            )
+            for conversation_id, log in self.logs.items()
+        ]  # fmt: skip
+        batch = pb.SessionListBatch(
+            sessions=sessions, snapshot_revision=pull.snapshot_revision + 1, projection_complete=True
+        )
+        peer.send(Opcode.SESSION_LIST_BATCH, batch, request_id)
 
     def _on_create_group(self, peer: Peer, request_id: int, create: pb.CreateGroup) -> None:
         members = [pb.Member(user_id=user) for user in (self.user_id, *create.member_ids)]

@@ -84,12 +84,19 @@ class KafkaServer:
 
     def start(self) -> None:
         """Return when it answers."""
+        self.launch()
+        self.wait_until_ready()
+
+    def launch(self) -> None:
+        """Not in a thread that ends before the broker: it dies with its parent, and that is the thread."""
         properties = self._directory / "server.properties"
         if not properties.exists():
             properties.write_text(self._properties())
             cluster_id = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
             self._java("kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)).wait(60)
         self._process = self._java("kafka.Kafka", str(properties))
+
+    def wait_until_ready(self) -> None:
         wait_for(self._answers, timeout_s=START_TIMEOUT_S, every_s=0.2)
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:

@@ -27,6 +27,7 @@ BODY_OF: dict[int, type[Message]] = {
     Opcode.PUSH_EVENTS: pb.PushEvents,
     Opcode.HISTORY_BATCH: pb.HistoryBatch,
     Opcode.MEMBER_LIST_BATCH: pb.MemberListBatch,
+    Opcode.SESSION_LIST_BATCH: pb.SessionListBatch,
 }
 
 

@@ -13,6 +13,7 @@ from typing import Final
 
 import uvloop
 
+from qim.app.audit.command import audit_node
 from qim.app.connect import NodeAddress
 from qim.app.own_node import OwnNode, OwnNodeOptions
 from qim.app.replay.checker import check
@@ -117,9 +118,13 @@ def _play_all(
         ):
             configure_logs(level="warning", stream=log, process="replay")
             report = runner.run(play_day(run, SystemClock()))
+            audit = runner.run(audit_node(node)) if victims else None
         configure_logs(level="warning")
         print(report.text(), flush=True)
         passed = passed and not report.failures()
+        if audit is not None:
+            print(audit.text(), flush=True)
+            passed = passed and audit.passed()
         if options.report_dir is not None:
             report.write(evidence.path / "report.json")
         else:

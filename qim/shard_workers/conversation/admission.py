@@ -84,7 +84,7 @@ class LagTable:
             self._shards[shard] = (now_ms, lags_ms, max(lags_ms))
         self._find_worst(now_ms)
 
-    def all_below(self, limit_ms: int, now_ms: float) -> bool:
+    def all_below(self, limit_ms: float, now_ms: float) -> bool:
         """True when nothing reported lags that much: the usual case, answered without a look-up."""
         return self._worst_ms <= limit_ms or now_ms > self._worst_until_ms
 
@@ -125,6 +125,8 @@ class SendFacts(NamedTuple):
     shards: Collection[int] | None
     mentions_all: bool
     limits_lifted: bool
+    queued_ms: float = 0.0
+    """How long the bucket's commit queue is: the age of the oldest send in its call under way."""
 
 
 class WriterAdmission:
@@ -202,7 +204,7 @@ class WriterAdmission:
         direct = facts.shards is None
         limit_ms = self._parameters.delivery_lag_ms if direct else self._parameters.delivery_lag_group_ms
         lag = self.lag
-        if lag.all_below(limit_ms, now_ms):
+        if lag.all_below(limit_ms - facts.queued_ms, now_ms) and facts.queued_ms <= limit_ms:
             return None
         lag_ms = lag.partition_ms(facts.bucket, now_ms)
         if facts.shards is None:
@@ -212,6 +214,8 @@ class WriterAdmission:
                 lag_ms = max(lag_ms, lag.lane_ms(shard, lane, now_ms))
         else:
             lag_ms = max(lag_ms, max((lag.shard_ms(shard, now_ms) for shard in facts.shards), default=0))
+        # what is sent now waits for both: the queue before the commit, and those behind it
+        lag_ms += int(facts.queued_ms)
         if lag_ms <= limit_ms:
             return None
         clip = self._parameters.delivery_lag_retry_ms

@@ -166,6 +166,9 @@ class BucketMachine:
         self._abandoned = False
         self._paused_until_ms = 0.0
         self._backoff_ms = BACKOFF_INITIAL_MS
+        self._submit_timeout_ms = parameters.submit_timeout_ms
+        self._call_since_ms = 0.0
+        """When the oldest submission of the call in flight came in."""
 
     def submit(self, submission: Submission, now_ms: float, unix_ms: int) -> list[Action]:
         """Take a request in; call `pump` afterwards."""
@@ -202,6 +205,7 @@ class BucketMachine:
             elif lane.state is LaneState.READY:
                 self._advance(lane, actions)
         if batch:
+            self._call_since_ms = min(submission.expires_at_ms for _, submission in batch) - self._submit_timeout_ms
             actions.append(CommitBatch([submission for _, submission in batch]))
         return actions
 
@@ -371,6 +375,7 @@ class BucketMachine:
             shards=context.index.keys() if context is not None else None,
             mentions_all=send.message.mention_targets.all,
             limits_lifted=send.limits_lifted,
+            queued_ms=now_ms - self._call_since_ms if self._in_call else 0.0,
         )
         send.admitted = True
         return self._admission.judge(facts, now_ms, unix_ms)

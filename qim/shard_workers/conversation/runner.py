@@ -56,6 +56,12 @@ from qim.shard_workers.conversation.machine import (
 from qim.shard_workers.conversation.membership import Placement
 from qim.shard_workers.conversation.records import RecordEncoder
 from qim.shard_workers.conversation.relay import OutboxRelay
+from qim.shard_workers.conversation.retention import (
+    DAY_MS,
+    OutboxRetention,
+    WriterRetention,
+    WriterRetentionSettings,
+)
 from qim.shard_workers.conversation.submission import Change, Create, Send, Submission
 from qim.stores.api import CommitOutcome, CommitRequest, CommitStatus, GroupMembership, MessageStore
 from qim.stores.crypto import KeyRing
@@ -78,8 +84,9 @@ class WriterRole:
     With `leases` it owns the buckets that are its share of the pool, each from `open_shard` to `close_shard` or
     `drop_shard`; without, it takes `buckets` at its start and ends when another writer takes one. A commit that is
     Fenced gives up its bucket, without a retry (R-19.2.1-2). `is_full` says of a bucket that its instance has no room
-    left: nothing new is taken then (DESIGN-data §1). `relay` is there when fan-out reads a broker's topic instead of
-    the stream that commits write.
+    left: nothing new is taken then (DESIGN-data §1). `outbox_retention` trims the embedded outbox, and refuses sends
+    above its memory bound (§4). `relay` is there when fan-out reads a broker's topic instead of the stream that commits
+    write.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class WriterRole:
         quota: FanoutQuota | None = None,
         is_full: Callable[[int], bool] = lambda bucket: False,
         relay: OutboxRelay | None = None,
+        outbox_retention: OutboxRetention | None = None,
         leases: LeaseKeeper | None = None,
     ) -> None:
         self._name = name
@@ -124,7 +132,16 @@ class WriterRole:
         self._machines: dict[int, BucketMachine] = {}
         self._closing: set[int] = set()
         """Buckets that take nothing new."""
-        self._to_pump: set[BucketMachine] = set()
+        self.retention = WriterRetention(
+            lambda: {bucket: machine.fencing_epoch for bucket, machine in self._machines.items()},
+            store, membership, outbox_retention, clock,
+            WriterRetentionSettings(
+                interval_ms=parameters.retention_interval_ms,
+                history_retention_ms=parameters.default_history_retention_days * DAY_MS,
+                version_retention_ms=parameters.membership_version_retention,
+            ),
+        )  # fmt: skip
+        self._to_pump: dict[BucketMachine, None] = {}
         self._serving = False
         self._unanswered = 0
         self._answered = asyncio.Event()
@@ -150,6 +167,7 @@ class WriterRole:
         self._backplane.on_notice(InternalOpcode.LAG_REPORT, self._lag_report)
         self._routes.on_change(self._link_fanout)
         self._link_fanout(self._routes.map)
+        self._start("retention", self.retention.run())
         self._serving = True
         if self._leases is not None:
             self._leases.start(self)
@@ -177,7 +195,7 @@ class WriterRole:
 
     def ready(self) -> bool:
         settled = self._leases is None or self._leases.settled()
-        return self._serving and settled and not any(map(self._is_full, self._machines))
+        return self._serving and settled and not any(map(self._has_no_room, self._machines))
 
     # --------------------------------------------------------------------------------------------------- buckets
 
@@ -297,7 +315,7 @@ class WriterRole:
         machine = self._machines.get(bucket)
         if refused is None and (machine is None or not self._serving or bucket in self._closing):
             refused = self._failover
-        if refused is None and self._is_full(bucket):
+        if refused is None and self._has_no_room(bucket):
             refused = STORE_FULL
         if refused is not None:
             self._refuse(submission, refused)
@@ -308,6 +326,9 @@ class WriterRole:
             self._perform(machine, actions)
         self._pump_soon(machine)
         return ticket
+
+    def _has_no_room(self, bucket: int) -> bool:
+        return self._is_full(bucket) or self.retention.full
 
     def _lag_report(self, _peer: str, body: bytes) -> None:
         report = LagReport.FromString(body)
@@ -327,10 +348,10 @@ class WriterRole:
         """One pump per bucket and tick: what arrives in one read goes into one call."""
         if not self._to_pump:
             asyncio.get_running_loop().call_soon(self._pump_all)
-        self._to_pump.add(machine)
+        self._to_pump[machine] = None
 
     def _pump_all(self) -> None:
-        machines, self._to_pump = self._to_pump, set()
+        machines, self._to_pump = self._to_pump, {}
         now_ms, unix_ms = self._clock.monotonic_ms(), self._clock.unix_ms()
         for machine in machines:
             self._perform(machine, machine.pump(now_ms, unix_ms))

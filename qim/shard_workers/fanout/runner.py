@@ -53,7 +53,7 @@ class FanoutSettings:
 class _Partition:
     """Runtime of one outbox partition."""
 
-    __slots__ = ("_wake", "closing", "epoch", "idle", "machine", "number", "retry", "task", "timer")
+    __slots__ = ("_wake", "closing", "epoch", "idle", "lag_seconds", "machine", "number", "retry", "task", "timer")
 
     def __init__(self, number: int, epoch: int, machine: PartitionMachine) -> None:
         self.number = number
@@ -68,6 +68,7 @@ class _Partition:
         self.timer: asyncio.TimerHandle | None = None
         self.idle = asyncio.Event()
         """Set while everything that arrived is dispatched."""
+        self.lag_seconds = metrics.OUTBOX_LAG_SECONDS.labels(partition=number)
         self._wake: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
@@ -282,15 +283,15 @@ class FanoutRole:
     async def _dispatch(self, partition: _Partition, batch: Sequence[LogRecord]) -> None:
         """Append the dispatches of a batch and tell the mailbox owners, in order."""
         made: list[tuple[int, bytes]] = []
-        for record in batch:
-            source = Source(partition.number, record.offset, record.value)
+        sources = [Source(partition.number, record.offset, record.value) for record in batch]
+        for source in sources:
             made += await self._dispatches_of(source)
             if len(made) >= APPEND_RECORDS_MAX:
                 await self._append(partition, made)
                 made = []
         if made:
             await self._append(partition, made)
-        metrics.FANOUT_LAG_MS.observe(max(0, self._clock.unix_ms() - created_at_ms(batch[0])))
+        metrics.FANOUT_LAG_MS.observe(max(0, self._clock.unix_ms() - sources[0].record.created_at))
 
     async def _dispatches_of(self, source: Source) -> list[tuple[int, bytes]]:
         settings = self._settings
@@ -355,7 +356,7 @@ class FanoutRole:
         for partition in self._partitions.values():
             oldest = partition.machine.oldest()
             lag_ms = 0 if oldest is None else max(0, now_unix_ms - created_at_ms(oldest))
-            metrics.OUTBOX_LAG_SECONDS.labels(partition=partition.number).set(lag_ms / 1000)
+            partition.lag_seconds.set(lag_ms / 1000)
             lags.append(lag_ms)
         return LagReport(reporter=self.name, partitions=list(self._partitions), partition_lag_ms=lags)
 

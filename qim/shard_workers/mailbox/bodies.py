@@ -27,7 +27,7 @@ from qim.protocol.qim_pb2 import (
 )
 from qim.runtime.clock import Clock
 from qim.shard_workers.mailbox.expand import encode_body_at_rest, split_entry
-from qim.stores.api import MessageStore
+from qim.stores.api import ConversationHead, MessageStore
 
 log = get_logger(__name__)
 
@@ -262,6 +262,16 @@ class BodyReader:
                 media = MediaMetadata.FromString(self._cipher.decrypt(dek, record.media_ciphertext, *where))
             opened[record.message_id] = payload, media
         return opened
+
+    def open_preview(self, tenant_id: str, conversation_id: str, head: ConversationHead) -> str:
+        """Text of a head's preview; empty past its retention. StoreError when it does not belong to the head."""
+        age_ms = self._clock.unix_ms() - head.updated_at_ms
+        if not head.preview_ciphertext or age_ms >= self._retention_ms:
+            return ""
+        dek = self._cipher.unwrap(head.dek_id, head.wrapped_dek)
+        return self._cipher.decrypt(
+            dek, head.preview_ciphertext, tenant_id, conversation_id, head.last_message_id
+        ).decode(errors="replace")
 
     async def _join(self, tenant_id: str, keys: Sequence[RecordKey]) -> dict[bytes, Body]:
         """Bodies by message_id; conversations in parallel."""

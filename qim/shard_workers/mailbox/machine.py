@@ -49,7 +49,7 @@ class ShardMachine:
         "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
         "boundaries", "_own_start", "_own_base", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor",
         "_fold", "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
-        "_may_work", "_recent", "_top",
+        "_may_work", "_recent", "_top", "saved_offset",
     )  # fmt: skip
 
     def __init__(
@@ -75,6 +75,8 @@ class ShardMachine:
         self.refused: set[int] = set()
         """Lanes whose recomputed W was below the stored one (26.6.8)."""
         self.incarnation = 0
+        self.saved_offset = -1
+        """C of the fold stored last, as far as is known; -1 = none."""
         self.lanes = LaneQueues(lane_count)
         self.boundaries: Sequence[EpochBoundary] = ()
         self._own_start = 0
@@ -122,6 +124,7 @@ class ShardMachine:
         self.lanes = LaneQueues(self.lane_count)
         self.refused = set()
         self._fold = AdmissionFold.decode(state.fold)
+        self.saved_offset = state.fold_offset
         self._snapshots.clear()
         self._in_flight.clear()
         self._waiting.clear()
@@ -285,6 +288,8 @@ class ShardMachine:
             covered += first.covered
             if first.append.watermarks is not None:
                 self.acked = list(first.append.watermarks.new.values)
+            if first.append.fold is not None:
+                self.saved_offset = first.append.fold_offset
         return covered
 
     def calls_in_flight(self) -> int:

@@ -30,6 +30,9 @@ MEMBER_BYTES: Final = 200
 CACHE_BYTES: Final = 64 << 20
 """About 330,000 members; the snapshots of a 100,000-member group need 20 MB."""
 
+_HITS: Final = metrics.MEMBER_BITMAP_CACHE_TOTAL.labels(result="hit")
+_MISSES: Final = metrics.MEMBER_BITMAP_CACHE_TOTAL.labels(result="miss")
+
 LaneMembers = Mapping[int, Sequence[Member]]
 _Key = tuple[str, str, int, int]
 
@@ -61,9 +64,10 @@ class MemberDirectory:
             return _checked(dispatch, members)
         key = self._key(dispatch)
         snapshot = self._cache.get(key)
-        metrics.MEMBER_BITMAP_CACHE_TOTAL.labels(result="miss" if snapshot is None else "hit").inc()
         if snapshot is None:
+            _MISSES.inc()
             return None
+        _HITS.inc()
         self._cache.move_to_end(key)
         return _checked(dispatch, snapshot)
 

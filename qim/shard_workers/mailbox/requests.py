@@ -25,18 +25,22 @@ from qim.protocol.qim_pb2 import (
     OpenSession,
     OpenSessionReply,
     PresenceStale,
+    SessionListBatch,
+    SessionListPull,
+    SessionListPullReply,
 )
 from qim.runtime.clock import Clock
 from qim.shard_workers.mailbox.history import HistoryReader
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 from qim.shard_workers.mailbox.pull import MailboxPuller, Reader
 from qim.shard_workers.mailbox.session import Position, issue_cursor, judge_cursor
+from qim.shard_workers.mailbox.session_list import SessionListReader
 from qim.shard_workers.mailbox.shard import ShardRunner
 from qim.stores.api import MailboxStore, RangeRequest
 
 log = get_logger(__name__)
 
-_Reply = TypeVar("_Reply", OpenSessionReply, MailboxPullReply)
+_Reply = TypeVar("_Reply", OpenSessionReply, MailboxPullReply, SessionListBatch)
 
 SHARD_MOVED_RETRY_MS: Final = 200
 """A lane that is not caught up usually is after a few ms; ± 30 % so that clients do not come back together."""
@@ -62,6 +66,7 @@ class GatewayRequests:
         index: OnlineIndex,
         puller: MailboxPuller,
         history: HistoryReader,
+        session_list: SessionListReader,
         clock: Clock,
         *,
         mailbox_shard_count: int,
@@ -74,6 +79,7 @@ class GatewayRequests:
         self._index = index
         self._puller = puller
         self._history = history
+        self._session_list = session_list
         self._clock = clock
         self._mailbox_shard_count = mailbox_shard_count
         self._lane_count = lane_count
@@ -220,6 +226,23 @@ class GatewayRequests:
         except StoreError as error:
             log.warning("history_unreadable", tenant_id=request.device.tenant_id, error=error)
             reply = HistoryPullReply(error=moved())
+        return reply.SerializeToString()
+
+    async def pull_session_list(self, peer: str, body: bytes) -> bytes:
+        """SESSION_LIST_PULL: from a lane that is caught up, so that no conversation it ever showed is missing."""
+        request = SessionListPull.FromString(body)
+        tenant_id, user_id = request.device.tenant_id, request.device.user_id
+        runner = self._shards.get(mailbox_shard_id(tenant_id, user_id, self._mailbox_shard_count))
+        lane = lane_id(tenant_id, user_id, self._lane_count)
+        batch: SessionListBatch | None = None
+        if runner is not None and runner.serves(lane):
+            async with self._pulls:
+                batch = await self._guarded(runner, lane, self._session_list.pull(tenant_id, user_id, request.pull))
+        reply = SessionListPullReply()
+        if batch is None:
+            reply.error.CopyFrom(moved())
+        else:
+            reply.batch = batch.SerializeToString()
         return reply.SerializeToString()
 
     async def _guarded(self, runner: ShardRunner, lane: int, work: Awaitable[_Reply | None]) -> _Reply | None:

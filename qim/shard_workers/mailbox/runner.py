@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qim.backplane.api import Backplane
 from qim.commit_log.api import CommitLog
@@ -21,6 +22,7 @@ from qim.registry.api import Grant, LeaseKind, ShardRegistry
 from qim.registry.keeper import LeaseKeeper
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
+from qim.shard_workers.log_retention import LogRetention
 from qim.shard_workers.mailbox.bodies import BodyCipher, BodyReader
 from qim.shard_workers.mailbox.calls import CallScheduler
 from qim.shard_workers.mailbox.dirty import SPREAD_MS, TICK_MS, DirtySpreader
@@ -32,6 +34,8 @@ from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 from qim.shard_workers.mailbox.pull import MailboxPuller
 from qim.shard_workers.mailbox.push import PushPump
 from qim.shard_workers.mailbox.requests import GatewayRequests
+from qim.shard_workers.mailbox.retention import MailboxRetention, MailboxRetentionSettings
+from qim.shard_workers.mailbox.session_list import SessionListReader
 from qim.shard_workers.mailbox.shard import ChunkGate, ShardRunner, ShardServices
 from qim.shard_workers.owners import OwnerMap
 from qim.stores.api import GroupMembership, MailboxStore, MessageStore
@@ -60,6 +64,7 @@ class MailboxSettings:
     presence_reconcile_interval_ms: float = 60_000.0
     history_pulls_per_second: int = 5
     default_history_retention_days: int = 30
+    retention: MailboxRetentionSettings = field(default_factory=MailboxRetentionSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +99,12 @@ class MailboxRole:
         instance_of: Callable[[int], str] = lambda shard: "",
         present: PresentConnections = lambda: (),
         chunk_gate: ChunkGate | None = None,
+        log_retention: LogRetention | None = None,
         leases: LeaseKeeper | None = None,
     ) -> None:
         """`gateways` of the topology; `instance_of` names the mailbox instance of a shard; `present` reads the presence
-        tables; `chunk_gate` holds chunks back in tests."""
+        tables; `chunk_gate` holds chunks back in tests; `log_retention` trims the dispatch log, None if a broker does.
+        """
         self.name = name
         self._numbers = [n for n in range(settings.mailbox_shard_count) if n % pool_size == index]
         self._settings = settings
@@ -119,6 +126,9 @@ class MailboxRole:
         )
         self._leases = leases
         self._shards: dict[int, ShardRunner] = {}
+        self.retention = MailboxRetention(
+            self._shards, stores.mailbox, log_retention, clock, settings.retention, random_unit=random.random
+        )
         self._running: dict[int, asyncio.Task[object]] = {}
         self._calls: dict[str, CallScheduler] = {}
         self._recent = RecentEvents()
@@ -137,6 +147,7 @@ class MailboxRole:
             self._index,
             MailboxPuller(stores.mailbox, self._bodies),
             HistoryReader(stores.messages, stores.membership, self._bodies, self._clock, rate),
+            SessionListReader(stores.mailbox, stores.messages, stores.membership, self._bodies),
             self._clock,
             mailbox_shard_count=settings.mailbox_shard_count,
             lane_count=settings.lane_count,
@@ -160,6 +171,7 @@ class MailboxRole:
         self._backplane.on_request(InternalOpcode.OPEN_SESSION, self._requests.open_session)
         self._backplane.on_request(InternalOpcode.MAILBOX_PULL, self._requests.pull_mailbox)
         self._backplane.on_request(InternalOpcode.HISTORY_PULL, self._requests.pull_history)
+        self._backplane.on_request(InternalOpcode.SESSION_LIST_PULL, self._requests.pull_session_list)
         for gateway in self._gateways:
             self._know_gateway(gateway)
         for grant in grants:
@@ -167,6 +179,7 @@ class MailboxRole:
         self._tasks.start(f"{self.name} routes", self._owners.keep_fresh())
         self._tasks.start(f"{self.name} report", self._report())
         self._tasks.start(f"{self.name} presence", self._keep_reconciling())
+        self._tasks.start(f"{self.name} retention", self.retention.run())
         if self._chunk_gate is not None:
             self._tasks.start(f"{self.name} gate", self._poll_gate())
         self._ready = True
@@ -199,6 +212,7 @@ class MailboxRole:
             chunk_gate=self._chunk_gate,
             on_lanes_missed=self._on_lanes_missed,
             on_fenced=self._shard_fenced,
+            on_appended=self.retention.sampler.appended,
         )
 
     async def drain(self) -> None:

@@ -28,7 +28,7 @@ from qim.shard_workers.mailbox.fold import Verdict
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
 from qim.shard_workers.mailbox.members import LaneMembers, MemberDirectory
 from qim.shard_workers.mailbox.push import Covered, PushPump
-from qim.stores.api import AppendResult, AppendStatus, MailboxStore, ProgressRow, ShardState
+from qim.stores.api import AppendResult, AppendStatus, ChunkAppend, MailboxStore, ProgressRow, ShardState
 
 log = get_logger(__name__)
 
@@ -59,6 +59,8 @@ class ShardServices:
     """(shard, lanes or all): their online devices may have missed a push."""
     on_fenced: Callable[[int, int, Fenced], None]
     """(shard, epoch, error): a store or the registry has a greater epoch."""
+    on_appended: Callable[[int, Sequence[ChunkAppend]], None] = lambda shard, items: None
+    """Entries of a shard were written."""
 
 
 class ShardRunner:
@@ -106,6 +108,10 @@ class ShardRunner:
             for lane in machine.lanes.active():
                 lags[lane] = machine.lag_ms(lane, now_ms)
         return lags
+
+    def retention_view(self) -> tuple[int, int] | None:
+        """(shard_epoch, offset of the fold stored last), None while memory is in doubt."""
+        return (self._grant.epoch, self.machine.saved_offset) if self._settled else None
 
     def doubt(self, reason: str) -> None:
         """Memory may not be what is stored: serve nothing until it was read again."""
@@ -201,11 +207,19 @@ class ShardRunner:
         except StoreError as error:
             log.error("members_do_not_fit", mailbox_shard=self.shard, offset=record.offset, error=error)
         if members is not None:
-            self.machine.members_known(dispatch, members, self.machine.incarnation, self._now_ms())
+            self.machine.members_known(dispatch, members, self.machine.incarnation, self._since_ms(dispatch))
         else:
             self._services.tasks.start(
                 f"members {self.shard}/{record.offset}", self._load_members(dispatch, self.machine.incarnation)
             )
+
+    def _since_ms(self, dispatch: Dispatch) -> float:
+        """Since when a dispatch has been waiting: its commit, so that the queues before this one count as lag, too.
+        What lay in the log at a takeover waits since now: sending does not depend on a recovery (DESIGN-data §4)."""
+        now_ms = self._now_ms()
+        if dispatch.offset < self.machine.high:
+            return now_ms
+        return now_ms - max(0, self._services.clock.unix_ms() - dispatch.record.created_at)
 
     async def _load_members(self, dispatch: Dispatch, incarnation: int) -> None:
         """Until they are there: an unreadable snapshot stops the lanes of this dispatch, nothing else."""
@@ -221,7 +235,7 @@ class ShardRunner:
                             error=error)  # fmt: skip
                 await asyncio.sleep(delay_ms / 1000)
                 continue
-            self.machine.members_known(dispatch, members, incarnation, self._now_ms())
+            self.machine.members_known(dispatch, members, incarnation, self._since_ms(dispatch))
             self.pump()
             return
 
@@ -265,6 +279,8 @@ class ShardRunner:
             if call.incarnation == self.machine.incarnation:
                 self.doubt(result.status.value)
             return
+        if result.applied:
+            self._services.on_appended(self.shard, call.append.tenant_items)
         machine = self.machine
         covered = machine.answered(call)
         if not machine.calls_in_flight():

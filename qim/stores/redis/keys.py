@@ -53,13 +53,29 @@ def conversation(bucket: int, tenant_id: str, conversation_id: str) -> str:
     return f"conv:{{b{bucket:04d}}}:{tenant_id}:{conversation_id}"
 
 
+CONVERSATIONS: Final = "conv:{b*"
+"""Pattern of the heads of all conversations of an instance."""
+
+
+def split_conversation(name: bytes) -> tuple[int, str, str]:
+    """Bucket, tenant and conversation of a head's key."""
+    _, tag, tenant_id, conversation_id = name.decode().split(":", 3)
+    return int(tag[2:-1]), tenant_id, conversation_id
+
+
 def records(bucket: int, tenant_id: str, conversation_id: str, seq_bucket: int) -> str:
     """Hash decimal conversation_seq -> MessageRecord; seq_bucket = conversation_seq / 4096 (§7.1)."""
-    return f"rec:{{b{bucket:04d}}}:{tenant_id}:{conversation_id}:{seq_bucket}"
+    return f"{records_prefix(bucket, tenant_id, conversation_id)}{seq_bucket}"
+
+
+def records_prefix(bucket: int, tenant_id: str, conversation_id: str) -> str:
+    """+ seq_bucket."""
+    return f"rec:{{b{bucket:04d}}}:{tenant_id}:{conversation_id}:"
 
 
 def group(bucket: int, tenant_id: str, group_id: str) -> str:
-    """Hash {version, count, next_slot, creator, digest}; exists once the group is published."""
+    """Hash {version, count, next_slot, creator, digest}; exists once the group is published. `low` is the lowest
+    version still stored (absent: 1), `mark` a version that was the current one at `mark_at` (unix ms)."""
     return f"grp:{{b{bucket:04d}}}:{tenant_id}:{group_id}"
 
 
@@ -80,7 +96,12 @@ def group_users(bucket: int, tenant_id: str, group_id: str, mailbox_shard: int) 
 
 def group_snapshots(bucket: int, tenant_id: str, group_id: str, mailbox_shard: int) -> str:
     """Hash decimal snapshot version -> be32(member_count) ‖ be64(lane_mask) ‖ bitmap, of one mailbox shard."""
-    return f"grpver:{{b{bucket:04d}}}:{tenant_id}:{group_id}:{mailbox_shard}"
+    return f"{group_snapshots_prefix(bucket, tenant_id, group_id)}{mailbox_shard}"
+
+
+def group_snapshots_prefix(bucket: int, tenant_id: str, group_id: str) -> str:
+    """+ mailbox shard."""
+    return f"grpver:{{b{bucket:04d}}}:{tenant_id}:{group_id}:"
 
 
 def group_index(bucket: int, tenant_id: str, group_id: str) -> str:

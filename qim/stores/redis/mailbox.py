@@ -21,6 +21,7 @@ from qim.stores.api import (
     AppendCall,
     AppendResult,
     AppendStatus,
+    CapResult,
     ChunkAppend,
     ConversationSeen,
     ProgressRow,
@@ -50,6 +51,7 @@ _APPEND: Final = Script("mailbox_append")
 _RANGE: Final = Script("mailbox_range")
 _STATUS: Final = Script("mailbox_status")
 _TRUNCATE: Final = Script("mailbox_truncate")
+_CAP: Final = Script("mailbox_cap")
 
 _FENCED: Final = 3
 _STALE: Final = 4
@@ -92,6 +94,13 @@ class _Known:
             self.clear()
         self._names.setdefault(group, set()).update(names)
         self._count += len(names)
+
+    def forget(self, name: str) -> None:
+        """In every group: those of a few days."""
+        for names in self._names.values():
+            if name in names:
+                names.discard(name)
+                self._count -= 1
 
     def clear(self) -> None:
         self._names.clear()
@@ -244,6 +253,20 @@ class RedisMailboxStore:
         )
         instance.day_keys.clear()
         _refuse(code, shard, shard_epoch)
+
+    async def enforce_cap(
+        self, shard: int, shard_epoch: int, tenant_id: str, user_id: str, above: int, leave: int, limit: int
+    ) -> CapResult:
+        instance = self._current(shard)
+        instance.day_keys.forget(user_id)  # as in truncate_before: a day key may be emptied
+        reply = await _CAP(
+            instance.client,
+            (keys.shard(shard), keys.user_trim(shard)),
+            (shard_epoch, f"{tenant_id}:{user_id}", keys.mailbox_prefix(tenant_id, user_id), above, leave, limit),
+        )
+        _refuse(reply[0], shard, shard_epoch)
+        instance.day_keys.forget(user_id)
+        return CapResult(reply[1], reply[2])
 
     async def conversations(self, tenant_id: str, user_id: str) -> list[ConversationSeen]:
         shard = mailbox_shard_id(tenant_id, user_id, len(self._instances))

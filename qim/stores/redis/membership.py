@@ -9,7 +9,7 @@ from typing import Any, Final
 from qim.core.ids import group_conversation_id
 from qim.core.visibility import Interval, unpack_intervals
 from qim.errors import StoreError
-from qim.stores.api import GroupMeta, ShardSnapshot, SnapshotRef
+from qim.stores.api import FORGET_VERSIONS_MAX, GroupMeta, ShardSnapshot, SnapshotRef
 from qim.stores.redis import keys
 from qim.stores.redis.message import (
     MessageInstances,
@@ -30,6 +30,7 @@ _READ_MEMBERS_MAX: Final = 1_000
 
 _STAGE: Final = Script("group_stage")
 _PUBLISH: Final = Script("group_publish")
+_FORGET: Final = Script("group_forget")
 
 
 class RedisGroupMembership:
@@ -158,6 +159,38 @@ class RedisGroupMembership:
         bucket, client = self._place(tenant_id, group_id)
         rows = await _scan_hash(client, keys.group_slots(bucket, tenant_id, group_id))
         return sorted(user_id.decode() for user_id in rows)
+
+    async def forget_versions(
+        self, bucket: int, fencing_epoch: int, tenant_id: str, group_id: str, now_ms: int, retention_ms: int
+    ) -> int:
+        client = self._instances.client(bucket)
+        name, index = keys.group(bucket, tenant_id, group_id), keys.group_index(bucket, tenant_id, group_id)
+        row = await client.call("HMGET", name, "version", "low", "mark", "mark_at")
+        if row[0] is None:
+            return 0
+        version, low, mark, mark_at_ms = int(row[0]), int(row[1] or 1), int(row[2] or 0), int(row[3] or 0)
+        is_due = mark > 0 and now_ms - mark_at_ms >= retention_ms
+        if (mark and not is_due) or (low == version and mark == version):
+            return 0
+        keep = min(mark, low + FORGET_VERSIONS_MAX) if is_due else low
+        unused = await self._unreferenced(client, index, low, keep)
+        marked = version if keep == max(mark, low) else ""
+        args: list[Argument] = [fencing_epoch, low, keep, marked, now_ms]
+        args.append(keys.group_snapshots_prefix(bucket, tenant_id, group_id))
+        for pair in unused:
+            args += pair
+        return int(await run_fenced(_FORGET, client, (keys.fence(bucket), name, index), args))
+
+    async def _unreferenced(self, client: RespClient, index: str, low: int, keep: int) -> list[tuple[int, int]]:
+        """(shard, snapshot version) that versions below `keep` refer to and none from `keep` on: a snapshot serves an
+        unbroken run of versions, for a shard whose members changed has a new one."""
+        if keep == low:
+            return []
+        rows = await client.call("HMGET", index, *range(low, keep + 1))
+        used = [
+            {(shard, ref.snapshot_version) for shard, ref in unpack_index(packed or b"").items()} for packed in rows
+        ]
+        return sorted(set().union(*used[:-1]) - used[-1])
 
     def _place(self, tenant_id: str, group_id: str) -> tuple[int, RespClient]:
         bucket = self._instances.bucket(tenant_id, group_conversation_id(group_id))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from qim.core.ids import GROUP_PREFIX, conversation_bucket
 from qim.errors import Fenced, StoreError
 from qim.stores.api import (
+    FORGET_RECORDS_MAX,
     BucketState,
     CommitOutcome,
     CommitRequest,
@@ -17,6 +18,7 @@ from qim.stores.api import (
     MembershipRewrite,
     ShardSnapshot,
     SnapshotRef,
+    StoredName,
 )
 from qim.stores.redis import keys
 from qim.stores.redis.resp import Argument, RespClient, RespError
@@ -28,12 +30,17 @@ CLIENT_DEDUP_TTL_S: Final = 7_200
 _ZERO_ID: Final = bytes(16)
 _OPEN: Final = Script("message_open")
 _COMMIT: Final = Script("message_commit")
+_FORGET: Final = Script("history_forget")
+_SCAN_KEYS: Final = 500
+"""Keys a step of a walk looks at: about 0.2 ms of the server."""
+_POSITION: Final = struct.Struct(">H")
+"""Packed position of a walk: instance, then the server's cursor."""
 _DEDUP_SEQ: Final = struct.Struct(">Q")
 _SNAPSHOT_HEAD: Final = struct.Struct(">IQ")
 _INDEX_ROW: Final = struct.Struct(">IQIQ")
 _HEAD: Final = struct.Struct(">QIB")
 """Packed head: created_at (ms), fencing_epoch, bytes of the sender; then sender and preview."""
-_HEAD_FIELDS: Final = ("seq", "id", "head", "dek", "wdek")
+_HEAD_FIELDS: Final = ("seq", "id", "head", "dek", "wdek", "earliest")
 _SIMPLE_REFUSALS: Final = {
     b"O": CommitOutcome(status=CommitStatus.OUT_OF_ORDER),
     b"U": CommitOutcome(status=CommitStatus.UNJUDGED),
@@ -43,10 +50,12 @@ _SIMPLE_REFUSALS: Final = {
 class MessageInstances:
     """Which connection serves a conversation bucket: bucket -> instance_id -> client."""
 
-    __slots__ = ("_clients", "bucket_count")
+    __slots__ = ("_clients", "bucket_count", "distinct")
 
     def __init__(self, clients: Mapping[str, RespClient], message_of_bucket: Sequence[str]) -> None:
         self._clients = [clients[instance_id] for instance_id in message_of_bucket]
+        self.distinct = [clients[instance_id] for instance_id in dict.fromkeys(message_of_bucket)]
+        """Each instance once."""
         self.bucket_count = len(message_of_bucket)
 
     def client(self, bucket: int) -> RespClient:
@@ -107,6 +116,7 @@ class RedisMessageStore:
         preview_at = _HEAD.size + sender_bytes
         return ConversationHead(
             latest_conversation_seq=int(row[0]),
+            earliest_available_conversation_seq=int(row[5] or 1),
             last_message_id=row[1],
             last_sender_id=row[2][_HEAD.size : preview_at].decode(),
             preview_ciphertext=row[2][preview_at:],
@@ -127,6 +137,34 @@ class RedisMessageStore:
         key = keys.records(bucket, tenant_id, conversation_id, seq_bucket)
         reply: list[bytes | None] = await self._instances.client(bucket).call("HMGET", key, *seqs)
         return reply
+
+    async def scan_conversations(self, buckets: Collection[int], position: bytes) -> tuple[bytes, list[StoredName]]:
+        number, cursor = (_POSITION.unpack_from(position)[0], position[_POSITION.size :]) if position else (0, b"0")
+        instances = self._instances.distinct
+        cursor, names = await instances[number].call(
+            "SCAN", cursor, "MATCH", keys.CONVERSATIONS, "COUNT", _SCAN_KEYS, "TYPE", "hash"
+        )
+        found = [StoredName(*keys.split_conversation(name)) for name in names]
+        if cursor == b"0":
+            number += 1
+        following = _POSITION.pack(number) + cursor if number < len(instances) else b""
+        return following, [name for name in found if name.bucket in buckets]
+
+    async def forget_history(
+        self, bucket: int, fencing_epoch: int, tenant_id: str, conversation_id: str, earliest_seq: int
+    ) -> int:
+        reply = await run_fenced(
+            _FORGET,
+            self._instances.client(bucket),
+            (keys.fence(bucket), keys.conversation(bucket, tenant_id, conversation_id)),
+            (
+                fencing_epoch,
+                keys.records_prefix(bucket, tenant_id, conversation_id),
+                earliest_seq,
+                FORGET_RECORDS_MAX,
+            ),
+        )
+        return int(reply)
 
 
 async def run_fenced(script: Script, client: RespClient, names: Sequence[str], args: Sequence[Argument]) -> Any:

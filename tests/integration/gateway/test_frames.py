@@ -10,7 +10,7 @@ from tests.support.gateway_fixture import auth, complete, running_gateway, text
 
 SERVED = {
     Opcode.AUTH, Opcode.PING, Opcode.PULL_MAILBOX, Opcode.SYNC_COMPLETE, Opcode.SEND_MESSAGE, Opcode.PULL_HISTORY,
-    Opcode.CREATE_GROUP, Opcode.LEAVE_GROUP,
+    Opcode.CREATE_GROUP, Opcode.LEAVE_GROUP, Opcode.PULL_SESSION_LIST,
 }  # fmt: skip
 
 

@@ -84,6 +84,33 @@ async def test_refusal_of_the_writer_is_forwarded() -> None:
         assert (error.retry_after_ms, error.detail, error.client_message_id) == (250, Detail.DELIVERY_LAG, "m1")
 
 
+async def test_a_conversation_whose_delivery_lags_rests_as_long_as_the_writer_said() -> None:
+    async with running_gateway() as gateway:
+        client = await gateway.online("ann")
+        honest = gateway.node.submit_send
+        asked = 0
+
+        async def refuse(peer: str, body: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            error = pb.Error(code=pb.RATE_LIMITED, retry_after_ms=150, detail=Detail.DELIVERY_LAG)
+            return pb.SubmitSendReply(error=error).SerializeToString()
+
+        gateway.backplane.answers[InternalOpcode.SUBMIT_SEND] = refuse
+        await client.expect_error(ErrorCode.RATE_LIMITED, client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m1")))
+        error = await client.expect_error(
+            ErrorCode.RATE_LIMITED, client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m2"))
+        )
+        assert error.detail == Detail.DELIVERY_LAG
+        assert 1 <= error.retry_after_ms <= 195
+        assert asked == 1
+        gateway.backplane.answers[InternalOpcode.SUBMIT_SEND] = honest
+        other = client.send(Opcode.SEND_MESSAGE, text("dm:ann:cid", "m3"))
+        await client.expect(Opcode.SEND_ACK, other)
+        await asyncio.sleep(0.16)
+        await client.expect(Opcode.SEND_ACK, client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m2")))
+
+
 async def test_silent_writer_is_a_failover_never_a_final_error() -> None:
     async with running_gateway(submit_timeout_ms=100) as gateway:
         client = await gateway.online("ann")
@@ -180,6 +207,35 @@ async def test_history_is_forwarded_checked_and_limited() -> None:
         answers = [await client.receive() for _ in ids]
         codes = [a.body.code for a in answers if a is not None and a.opcode is Opcode.ERROR]
         assert codes == [ErrorCode.RATE_LIMITED]
+
+
+async def test_the_session_list_is_forwarded_and_shares_the_rate_of_history() -> None:
+    async with running_gateway() as gateway:
+        client = await gateway.online("ann")
+        answered = pb.SessionListBatch(snapshot_revision=4, sessions=[pb.Session(conversation_id="dm:ann:bob")])
+        refuse = False
+
+        async def answer(peer: str, body: bytes) -> bytes:
+            if refuse:
+                return pb.SessionListPullReply(
+                    error=pb.Error(code=pb.SHARD_MOVED, retry_after_ms=9)
+                ).SerializeToString()
+            return pb.SessionListPullReply(batch=answered.SerializeToString()).SerializeToString()
+
+        gateway.backplane.answers[InternalOpcode.SESSION_LIST_PULL] = answer
+        pull = pb.PullSessionList(snapshot_revision=3)
+        batch = await client.expect(Opcode.SESSION_LIST_BATCH, client.send(Opcode.PULL_SESSION_LIST, pull))
+        assert batch == answered
+        asked = pb.SessionListPull.FromString(gateway.backplane.asked(InternalOpcode.SESSION_LIST_PULL)[0])
+        assert (asked.device.user_id, asked.pull) == ("ann", pull)
+        refuse = True
+        await client.expect_error(ErrorCode.SHARD_MOVED, client.send(Opcode.PULL_SESSION_LIST, pull))
+        await client.expect_error(ErrorCode.PERMISSION_DENIED, client.send(Opcode.PULL_SESSION_LIST, b"\xff"))
+        gateway.backplane.down.add("mailbox-0")
+        await client.expect_error(ErrorCode.SHARD_MOVED, client.send(Opcode.PULL_SESSION_LIST, pull))
+        ids = [client.send(Opcode.PULL_SESSION_LIST, pull) for _ in range(4)]
+        answers = [await client.receive() for _ in ids]
+        assert ErrorCode.RATE_LIMITED in [a.body.code for a in answers if a is not None]
 
 
 async def test_pulls_of_a_login_without_a_position_say_so() -> None:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from qim.client.history import HistoryReader, contiguous_until
+from qim.client.history import HistoryReader, Rebuilding, contiguous_until
 from qim.protocol import qim_pb2 as pb
 from tests.unit.client.scene import DM
 
@@ -19,6 +19,10 @@ class Log:
         self.size = size
         self.gone: set[int] = set()
         self.broken = 0
+        self.lists = 0
+        self.finished = 0
+        self.in_flight = 0
+        self.most_in_flight = 0
         self.asked: list[tuple[pb.Direction, int]] = []
         self.restated: list[int] = []
         self.looked: list[dict[str, tuple[bytes, int]] | None] = []
@@ -27,9 +31,12 @@ class Log:
     async def pull(
         self, conversation_id: str, direction: pb.Direction, anchor: int, limit: int
     ) -> pb.HistoryBatch | None:
-        assert conversation_id == DM
         self.asked.append((direction, anchor))
         self.event.set()
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        await asyncio.sleep(0)
+        self.in_flight -= 1
         if self.broken:
             self.broken -= 1
             return None
@@ -51,8 +58,19 @@ class Log:
     def look(self, conversation_id: str, own: dict[str, tuple[bytes, int]] | None) -> None:
         self.looked.append(own)
 
-    def reader(self) -> HistoryReader:
-        return HistoryReader(self.pull, self.restate, self.look, spacing_ms=0)
+    async def sessions(self) -> pb.SessionListBatch | None:
+        self.lists += 1
+        if self.broken:
+            self.broken -= 1
+            return None
+        return pb.SessionListBatch()
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def reader(self, anchors: dict[str, int] | None = None) -> HistoryReader:
+        rebuilding = Rebuilding(self.sessions, lambda listed: dict(anchors or {}), self.finish)
+        return HistoryReader(self.pull, self.restate, self.look, rebuilding, spacing_ms=0)
 
 
 @pytest.fixture
@@ -111,10 +129,50 @@ async def test_a_look_through_that_cannot_be_answered_says_so(tasks: list[asynci
 
 async def test_rebuild_pages_to_the_end(tasks: list[asyncio.Task[None]]) -> None:
     log = Log(120)
-    reader = log.reader()
-    reader.rebuild({DM: 10})
+    reader = log.reader({DM: 10})
+    reader.rebuild()
     await settle(reader, tasks)
     assert log.restated == list(range(11, 121))
+    assert (log.lists, log.finished) == (1, 1)
+
+
+async def test_what_is_not_here_at_all_gets_its_newest_page(tasks: list[asyncio.Task[None]]) -> None:
+    log = Log(120)
+    reader = log.reader({DM: 0})
+    reader.rebuild()
+    await settle(reader, tasks)
+    assert log.restated == list(range(71, 121))
+    assert log.finished == 1
+
+
+async def test_four_conversations_are_filled_at_a_time(tasks: list[asyncio.Task[None]]) -> None:
+    log = Log(60)
+    reader = log.reader({f"dm:alice:bob{n}": 20 for n in range(6)})
+    reader.rebuild()
+    await settle(reader, tasks)
+    assert len(log.restated) == 6 * 40
+    assert log.most_in_flight == 4
+    assert log.finished == 1
+
+
+async def test_a_rebuild_goes_on_after_what_could_not_be_read(tasks: list[asyncio.Task[None]]) -> None:
+    log = Log(120)
+    log.broken = 1
+    reader = log.reader({DM: 10})
+    reader.rebuild()
+    await settle(reader, tasks)
+    assert (log.lists, log.restated, log.finished) == (1, [], 0)
+    log.broken = 1
+    reader.rebuild()
+    reader.resume()
+    for _ in range(60):
+        await asyncio.sleep(0)
+    assert log.finished == 0
+    reader.resume()
+    for _ in range(60):
+        await asyncio.sleep(0)
+    assert log.restated == list(range(11, 121))
+    assert log.finished == 1
 
 
 async def test_work_that_failed_waits_for_the_next_occasion(tasks: list[asyncio.Task[None]]) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from qim.client.actions import Cursor
 from qim.client.events import ClientClosed
+from qim.client.perform import REBUILD
 from qim.errors import ErrorCode
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import Opcode
@@ -132,10 +133,15 @@ async def test_expired_cursor_fills_the_gap_from_history(server: FakeServer, dev
         server.entry(DM, f"m{number}")
     del server.mailbox[:-1]
     server.script[Opcode.AUTH].append(say(ErrorCode.CURSOR_EXPIRED, rebuild_required=True))
+    server.entry("dm:alice:carol", "while you were away")
+    del server.mailbox[-1]
     two = device(path=path)
     await two.live()
-    await two.client._wait(lambda: len(two.texts()) == 61, 5_000)
+    await two.client._wait(lambda: not two.client.store.meta(REBUILD), 5_000)
     assert two.texts() == ["old", *[f"m{number}" for number in range(60)]]
+    assert [row.payload for row in two.client.store.messages("dm:alice:carol")] == [b"while you were away"]
+    assert two.client.store.unread(DM) == (61, False)
+    assert len(server.peer.bodies(Opcode.PULL_SESSION_LIST)) == 1
 
 
 async def test_a_missing_body_is_read_from_history(server: FakeServer, device: Make) -> None:

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from qim.client.actions import Apply, Cursor, Disconnect, PreferEndpoint, PullFinished, Ready, Reply, SendFailed, Sent
+from qim.client.actions import (
+    Apply,
+    Cursor,
+    Disconnect,
+    PreferEndpoint,
+    PullFinished,
+    Ready,
+    Rebuild,
+    Reply,
+    SendFailed,
+    Sent,
+)
 from qim.client.dedup import DedupWindow
 from qim.client.events import (
     ClientEvent,
@@ -20,9 +31,9 @@ from qim.client.events import (
     SendResult,
     StateChanged,
 )
-from qim.client.history import HistoryReader
+from qim.client.history import HistoryReader, Rebuilding
 from qim.client.pending import Pending
-from qim.client.perform import PREFERRED_ENDPOINT, Performer
+from qim.client.perform import PREFERRED_ENDPOINT, REBUILD, Performer
 from qim.client.store import LocalStore
 from qim.client.timeline import row_from_entry
 from qim.core.seq import compose_message_id
@@ -41,7 +52,9 @@ class Stage:
         async def no_history(*_: Any) -> None:
             return None
 
-        history = HistoryReader(no_history, lambda *_: None, lambda *_: None)
+        rebuilding = Rebuilding(no_history, lambda listed: {}, lambda: None)
+        self.history = HistoryReader(no_history, lambda *_: None, lambda *_: None, rebuilding)
+        history = self.history
         self.performer = Performer("alice", self.store, DedupWindow(), history, self.events.append, commit_interval_ms)
         self.do = self.performer.do
 
@@ -52,6 +65,17 @@ async def stage() -> Any:
     yield made
     made.performer.commit()
     made.store.close()
+
+
+async def test_a_rebuild_survives_the_end_of_the_process_and_begins_once_live(stage: Stage) -> None:
+    """The empty cursor and the wish share a transaction: one without the other would leave a gap for ever."""
+    stage.do([Rebuild(), Apply(rows=[], dedup=[], cursor=Cursor(), durable=True)])
+    assert stage.store.meta(REBUILD)
+    assert not stage.store.writing
+    assert not stage.history._rebuild_wanted
+    stage.do([Ready()])
+    assert stage.history._rebuild_wanted
+    stage.store.set_meta(REBUILD, "")
 
 
 async def test_pushes_share_a_transaction_and_a_cursor_ends_it(stage: Stage) -> None:

@@ -161,3 +161,22 @@ def test_the_tables_of_the_contract_are_there(tmp_path: Path) -> None:
         "local_message", "local_pending", "local_conversation", "local_cursor", "local_dedup", "local_media_cache",
         "local_meta",
     }  # fmt: skip
+
+
+def test_listed_sessions_add_and_never_remove() -> None:
+    store = LocalStore()
+    old, new = bytes(15) + b"\1", bytes(15) + b"\2"
+    session = pb.Session(
+        conversation_id="dm:a:b", latest_conversation_seq=5, last_activity_id=new, unread_count=5,
+        preview_or_placeholder="newest",
+    )  # fmt: skip
+    store.list_sessions([session, pb.Session(conversation_id="g:g", unread_exact=True)])
+    assert store.conversations() == ["dm:a:b", "g:g"]
+    assert (store.unread("dm:a:b"), store.unread("g:g"), store.unread("dm:a:c")) == ((5, False), (0, True), None)
+    stale = pb.Session(conversation_id="dm:a:b", latest_conversation_seq=3, last_activity_id=old, unread_count=1)
+    store.list_sessions([stale])
+    row = store._db.execute("SELECT latest_conversation_seq, last_activity_id, preview FROM local_conversation "
+                            "WHERE conversation_id = 'dm:a:b'").fetchone()  # fmt: skip
+    assert row == (5, new, b"newest")
+    assert store.unread("dm:a:b") == (1, False)
+    store.close()

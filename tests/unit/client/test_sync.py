@@ -174,12 +174,12 @@ def test_rebased_cursor_is_taken_and_replayed_from_where_the_server_says() -> No
 def test_a_refused_cursor_is_forgotten_and_authenticated_anew(code: ErrorCode) -> None:
     player = Player(APPLIED)
     player.play(player.state.connected("token", player.now_ms))
-    assert player.error(code, player.last_id("AUTH")) == [("ROWS", [], 0), "AUTH"]
+    rebuild = ["REBUILD"] if code == ErrorCode.CURSOR_EXPIRED else []
+    assert player.error(code, player.last_id("AUTH")) == [*rebuild, ("ROWS", [], 0), "AUTH"]
     ok = pb.AuthOk(sync_to_seq=200, has_offline=True, pending_entry_count_hint=3)
     assert player.receive(Opcode.AUTH_OK, ok, player.last_id("AUTH")) == [("PULL_MAILBOX", 0, 200)]
     player.batch(batch([entry(150)], 200))
-    rebuild = ["REBUILD"] if code == ErrorCode.CURSOR_EXPIRED else []
-    assert player.receive(Opcode.ONLINE_READY, pb.OnlineReady()) == ["READY", *rebuild]
+    assert player.receive(Opcode.ONLINE_READY, pb.OnlineReady()) == ["READY"]
 
 
 def test_a_cursor_is_not_mended_for_ever() -> None:
@@ -272,7 +272,7 @@ def test_an_expired_cursor_in_a_pull_starts_over_on_a_new_connection() -> None:
     player = Player(APPLIED).go_live()
     player.play(player.state.resync(player.now_ms))
     refused = player.error(ErrorCode.CURSOR_EXPIRED, player.last_id("PULL_MAILBOX"), rebuild_required=True)
-    assert refused == [("ROWS", [], 0), ("DISCONNECT", "cursor_refused")]
+    assert refused == ["REBUILD", ("ROWS", [], 0), ("DISCONNECT", "cursor_refused")]
 
 
 def test_silence_after_auth_or_sync_complete_ends_the_connection() -> None:

@@ -78,6 +78,30 @@ async def test_a_position_is_found_among_many_runs() -> None:
         assert await KafkaOutbox(topic).read(1, offset) == records(offset, min(offset + 500, 2000))
 
 
+async def test_a_reader_that_had_hints_goes_on_behind_them() -> None:
+    outbox, _ = made()
+    await append(outbox, 0, 4)
+    assert await outbox.read(1, 0, max_records=1) == records(0, 1)
+    await append(outbox, 4, 4)
+    await append(outbox, 8, 4)
+    assert await outbox.read(1, 9) == records(9, 12)
+    assert await outbox.read(1, 12) == []
+    with pytest.raises(StoreError, match="no record 13"):
+        await outbox.read(1, 13)
+    assert await outbox.read(1, 11) == records(11, 12)
+
+
+async def test_a_late_run_of_a_replaced_relay_is_not_the_end() -> None:
+    outbox, topic = made()
+    await append(outbox, 0, 8)
+    await append(outbox, 8, 2)
+    await append(outbox, 10, 2)
+    await append(outbox, 8, 2)
+    assert await outbox.read(1, 10) == records(10, 12)
+    await append(outbox, 12, 1)
+    assert await KafkaOutbox(topic).read(1, 10) == records(10, 13)
+
+
 async def test_a_position_outside_the_topic_fails_closed() -> None:
     outbox, topic = made()
     await append(outbox, 0, 3)

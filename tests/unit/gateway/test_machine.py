@@ -158,7 +158,13 @@ def test_any_sequence_keeps_the_laws(inputs: list[Frame | Event]) -> None:
             authenticates = step is Step.AUTHENTICATE
             assert authenticates == (before is State.UNAUTHENTICATED and given_input is Frame.AUTH)
             assert made.state is (State.AUTHENTICATING if authenticates else before)
-            if step in {Step.SUBMIT_SEND, Step.SUBMIT_GROUP, Step.PULL_MAILBOX, Step.PULL_HISTORY}:
+            if step in {
+                Step.SUBMIT_SEND,
+                Step.SUBMIT_GROUP,
+                Step.PULL_MAILBOX,
+                Step.PULL_HISTORY,
+                Step.PULL_SESSION_LIST,
+            }:
                 assert made.online
         elif (before, given_input) in TRANSITIONS:
             made.on_event(given_input)
@@ -172,5 +178,5 @@ def test_every_upstream_opcode_of_a_service_is_named() -> None:
     served = {opcode for opcode in UPSTREAM if FRAME_OF[opcode] is not Frame.UNSERVED}
     assert served == {
         Opcode.AUTH, Opcode.PING, Opcode.PULL_MAILBOX, Opcode.SYNC_COMPLETE, Opcode.SEND_MESSAGE, Opcode.PULL_HISTORY,
-        Opcode.CREATE_GROUP, Opcode.LEAVE_GROUP,
+        Opcode.CREATE_GROUP, Opcode.LEAVE_GROUP, Opcode.PULL_SESSION_LIST,
     }  # fmt: skip

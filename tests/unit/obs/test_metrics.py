@@ -35,3 +35,13 @@ def test_always_zero_violations_are_named() -> None:
         "clock_unsafe_total": 2.0,
         'push_drop_by_priority_total{class="control"}': 1.0,
     }
+
+
+def test_counters_without_a_threshold_alert_under_any_label() -> None:
+    text = (
+        'mailbox_entry_cap_evicted_total{tenant="a"} 0.0\n'
+        'mailbox_entry_cap_evicted_total{tenant="b"} 3.0\n'
+        "dedup_hit_total 7.0\n"
+    )
+    assert metrics.firing_alerts(text) == {"mailbox_entry_cap_evicted_total": "P2"}
+    assert metrics.firing_alerts(text.replace("3.0", "0.0")) == {}

@@ -154,6 +154,17 @@ def test_a_group_is_judged_by_the_largest_lane_of_its_shards() -> None:
     assert judge(made, DIRECT._replace(conversation_id="dm:cid:dan")) is None
 
 
+def test_the_commit_queue_counts_on_top_of_what_lies_behind_it() -> None:
+    made = admission()
+    limit_ms = LIMITS.delivery_lag_ms
+    made.lag.update_partitions([7], [300], 1000)
+    assert judge(made, DIRECT._replace(queued_ms=limit_ms - 300)) is None
+    refused = judge(made, DIRECT._replace(queued_ms=limit_ms - 299))
+    assert refused == Refusal(ErrorCode.RATE_LIMITED, Detail.DELIVERY_LAG, limit_ms + 1, "delivery_lag")
+    assert judge(admission(), DIRECT._replace(queued_ms=limit_ms)) is None
+    assert judge(admission(), DIRECT._replace(queued_ms=limit_ms + 1)) is not None
+
+
 @pytest.mark.parametrize(("lag_ms", "retry_ms"), [(251, 251), (9000, 2000)])
 def test_the_wait_is_the_lag_clipped(lag_ms: int, retry_ms: int) -> None:
     made = admission()

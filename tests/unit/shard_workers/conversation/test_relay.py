@@ -11,8 +11,11 @@ import pytest
 from qim.commit_log.api import LogIdentity, LogRecord, Watermarks
 from qim.commit_log.kafka_outbox import KafkaOutbox
 from qim.commit_log.memory import MemoryCommitLog
+from qim.core.ids import conversation_bucket
 from qim.errors import StoreUnavailable
+from qim.runtime.clock import SystemClock
 from qim.shard_workers.conversation.relay import RUN_BYTES_MAX, RUN_RECORDS_MAX, OutboxRelay, take_run
+from tests.unit.shard_workers.conversation.test_runner import BUCKETS, DM, ModelBench, until
 
 IDENTITY = LogIdentity(cluster_id="c", topic_id="t", partition_count=2)
 BUCKET = 1
@@ -186,6 +189,30 @@ async def ticks(scene: Scene) -> None:
     """A few rounds of the trim task, whose interval is 1 ms here."""
     for _ in range(4):
         await asyncio.sleep(0.002)
+
+
+async def test_a_writer_tells_fanout_when_the_topic_has_the_records() -> None:
+    bench = ModelBench()
+    identity = LogIdentity(cluster_id="c", topic_id="t", partition_count=BUCKETS)
+    topic = Topic(MemoryCommitLog(identity))
+    stream = MemoryCommitLog(identity, records_of=bench.model.outbox)
+    bench.writer._relay = OutboxRelay(
+        stream, topic, clock=SystemClock(), on_failure=lambda task, error: bench.failures.append(error)
+    )
+    await bench.start()
+    topic.here.clear()
+    await bench.acked("line")
+    await bench.create("bob")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert bench.hints == []
+    topic.here.set()
+    await bench.writer.drain()
+    await until(lambda: len(bench.hinted()) == 2)
+    bucket = conversation_bucket("t", DM, BUCKETS)
+    assert [found.value for found in await topic.read(bucket, 0)] == bench.model.outbox(bucket)
+    await bench.close()
+    assert bench.failures == []
 
 
 def test_a_run_is_bounded_by_records_and_bytes() -> None:

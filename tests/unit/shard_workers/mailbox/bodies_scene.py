@@ -95,7 +95,8 @@ class Scene(MemoryMessageStore):
             tenant_id=TENANT, conversation_id=conversation_id, sender_id=sender, client_message_id=message_id.hex(),
             request_digest=bytes(16), after_client_message_id="", membership_version=0, message_id=message_id,
             record=record.SerializeToString(), outbox=b"", dek_id=dek.dek_id, wrapped_dek=dek.wrapped,
-            preview_ciphertext=b"", created_at_ms=self.clock.unix_ms(),
+            preview_ciphertext=self.keys.encrypt(dek.dek, f"preview {text}".encode(), *where),
+            created_at_ms=self.clock.unix_ms(),
         )  # fmt: skip
         (outcome,) = await self.commit(0, 1, [request])
         self.outboxes[conversation_id, outcome.conversation_seq] = OutboxRecord(

@@ -60,7 +60,7 @@ async def test_a_mark_waits_for_a_link_and_dies_with_its_connection() -> None:
 
 
 async def test_a_mark_survives_a_session_that_was_opened_again() -> None:
-    """A reopened session is another object in the index, but the same connection, whose screen is still a push short."""
+    """A reopened session is another object in the index, but the same connection, still a push short."""
     scene = Scene()
     scene.dirty.mark(scene.devices, 0)
     scene.index.open(

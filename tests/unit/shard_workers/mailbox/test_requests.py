@@ -20,6 +20,9 @@ from qim.protocol.qim_pb2 import (
     HistoryPullReply,
     MailboxCursorToken,
     PullHistory,
+    SessionListBatch,
+    SessionListPull,
+    SessionListPullReply,
 )
 from qim.shard_workers.mailbox.requests import PULLS_AT_ONCE, SHARD_MOVED_RETRY_MS, moved
 from qim.shard_workers.mailbox.runner import MailboxRole
@@ -166,3 +169,29 @@ async def test_pulls_are_made_a_few_at_a_time(world: Pipeline, monkeypatch: pyte
         assert len(started) == PULLS_AT_ONCE
         gate.set()
     assert [pull.result().HasField("error") for pull in pulls] == [False] * len(pulls)
+
+
+async def test_the_session_list_comes_from_a_lane_that_is_caught_up(
+    world: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.send(AB, "alice", "hello")
+
+    async def asked() -> SessionListPullReply:
+        pull = SessionListPull(device=device("bob", 1))
+        answer = await role_of(world)._requests.pull_session_list("gateway-0", pull.SerializeToString())
+        return SessionListPullReply.FromString(answer)
+
+    async def there() -> bool:
+        return len(SessionListBatch.FromString((await asked()).batch).sessions) == 1
+
+    await eventually(there)
+    (session,) = SessionListBatch.FromString((await asked()).batch).sessions
+    assert (session.conversation_id, session.latest_conversation_seq) == (AB, 1)
+
+    async def broken(tenant_id: str, user_id: str) -> None:
+        raise StoreUnavailable("gone")
+
+    monkeypatch.setattr(world.mailbox, "conversations", broken)
+    assert (await asked()).error.code == SHARD_MOVED
+    role_of(world)._shards[mailbox_shard_id(TENANT, "bob", SHARDS)].doubt("test")
+    assert (await asked()).error.code == SHARD_MOVED

@@ -12,10 +12,12 @@ from qim.errors import StoreUnavailable
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import SHARD_MOVED
 from qim.registry.api import EpochBoundary, LeaseKind
+from qim.shard_workers.mailbox.expand import Dispatch
 from qim.shard_workers.mailbox.machine import FOLD_SAVE_RECORDS
 from qim.shard_workers.mailbox.runner import MailboxRole
 from qim.shard_workers.mailbox.shard import ShardRunner
 from qim.stores.api import AppendCall, AppendResult, AppendStatus
+from tests.unit.shard_workers.mailbox.making import packed_dispatch
 from tests.unit.shard_workers.pipeline import LANES, SHARDS, TENANT, Pipeline, eventually
 
 AB = ids.direct_conversation_id("alice", "bob")
@@ -202,3 +204,18 @@ async def test_a_refused_append_reloads_and_goes_on(world: Pipeline, monkeypatch
     await send(world, 0, 5)
     await arrived(world, 5)
     assert runner_of(world).machine.acked == list(LaneVector((mailbox_seq(1, 4),) * LANES).values)
+
+
+async def test_what_waits_is_as_old_as_its_commit_but_a_backlog_only_as_the_takeover(world: Pipeline) -> None:
+    """Lag shows the queues in between, too; sending does not depend on a recovery."""
+    runner = runner_of(world)
+
+    def since_ms(offset: int, age_ms: int) -> float:
+        dispatch = Dispatch(offset, packed_dispatch(["bob"]))
+        dispatch.record.created_at = world.clock.unix_ms() - age_ms
+        return runner._since_ms(dispatch)
+
+    now_ms = world.clock.monotonic_ms()
+    assert since_ms(runner.machine.high, 5000) == pytest.approx(now_ms - 5000, abs=1000)
+    assert since_ms(runner.machine.high, -5000) >= now_ms, "a clock that is ahead makes nothing younger than now"
+    assert since_ms(runner.machine.high - 1, 5000) >= now_ms

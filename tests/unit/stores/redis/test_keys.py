@@ -36,6 +36,9 @@ MESSAGE_KEYS = {
     "group_index": "grpidx:{b0007}:acme:team",
 }
 
+NOT_A_KEY = {"bucket_tag", "records_prefix", "group_snapshots_prefix", "split_conversation"}
+"""Parts of the keys of one kind, and the way back."""
+
 
 def test_names_of_the_message_instance() -> None:
     assert {name: _call(name) for name in MESSAGE_KEYS} == MESSAGE_KEYS
@@ -44,10 +47,17 @@ def test_names_of_the_message_instance() -> None:
 def test_no_two_kinds_of_key_collide() -> None:
     """Equal arguments give different names, and no name is the beginning of another kind's."""
     found = inspect.getmembers(keys, inspect.isfunction)
-    names = [_call(name) for name, function in found if function.__module__ == keys.__name__ and name != "bucket_tag"]
+    names = [_call(name) for name, function in found if function.__module__ == keys.__name__ and name not in NOT_A_KEY]
     names += [keys.STAMP, "stage:"]
     assert [(one, other) for one in names for other in names if one != other and other.startswith(one)] == []
     assert len(set(names)) == len(names)
+
+
+def test_the_name_of_a_head_reads_back() -> None:
+    for conversation_id in ("dm:ann:bob", "g:team"):
+        name = keys.conversation(1023, "acme", conversation_id)
+        assert keys.split_conversation(name.encode()) == (1023, "acme", conversation_id)
+        assert name.startswith(keys.CONVERSATIONS.removesuffix("*"))
 
 
 def _call(name: str) -> str:

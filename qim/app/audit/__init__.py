@@ -1,0 +1,1 @@
+"""Audits of what is stored, past every service that could hide something."""
