@@ -56,7 +56,12 @@ SHARDS = 16
 WAIT_S = 30.0
 TOKEN_TTL_S = 3600
 _MAILBOX_NOTICES = (InternalOpcode.DISPATCH_HINT, InternalOpcode.CLOSE_SESSION, InternalOpcode.PRESENCE_STALE)
-_MAILBOX_REQUESTS = (InternalOpcode.OPEN_SESSION, InternalOpcode.MAILBOX_PULL, InternalOpcode.HISTORY_PULL)
+_MAILBOX_REQUESTS = (
+    InternalOpcode.OPEN_SESSION,
+    InternalOpcode.MAILBOX_PULL,
+    InternalOpcode.HISTORY_PULL,
+    InternalOpcode.SESSION_LIST_PULL,
+)
 _DEFAULTS: dict[str, Any] = {
     "mailbox_shard_count": SHARDS,
     "presence_slots_per_worker": 1024,
