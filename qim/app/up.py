@@ -11,19 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final, TextIO
 
 from qim.app.commit_logs import COMMIT_LOG_ENV, log_fact
 from qim.app.connect import CONNECT_FILE, NodeAddress
 from qim.app.data_dir import claimed, mark_claimed, open_identity, write_durably
 from qim.app.own_node import STATE_FILE
-from qim.app.settings import NodeSettings, ProcessPlan, topology
+from qim.app.settings import NodeSettings, ProcessPlan
 from qim.app.tls import ensure_certificates, server_context
 from qim.app.wiring import CORE_INSTANCE, MAILBOX_INSTANCE, NodeContext, run_worker, settle_cluster_facts
 from qim.config.parameters import Parameters, load_parameters
 from qim.config.shapes import RangeMs
-from qim.errors import StartupError
-from qim.obs.logs import configure_logs
+from qim.errors import StartupError, StoreUnavailable
+from qim.obs.logs import configure_logs, get_logger
+from qim.registry.reaped import lease_owners, release_reaped
 from qim.runtime.affinity import usable_cpus
 from qim.runtime.file_limit import raise_file_limit
 from qim.runtime.prefork import ProcessSpec, Supervisor, SupervisorOptions
@@ -31,6 +33,10 @@ from qim.runtime.redis_server import MAILBOX_OPTIONS, Fsync, RedisServer, defaul
 from qim.stores.redis.instance import InstanceRole, Stamp, claim_instance, inspect_instance, join_roles
 
 LOG_FILE: Final = "node.log"
+SOON_MS: Final = 1000.0
+"""A worker that is started again within this time gets its leases back; those of a slower one move."""
+
+log = get_logger(__name__)
 
 
 def run_node(settings: NodeSettings) -> int:
@@ -49,8 +55,8 @@ def run_node(settings: NodeSettings) -> int:
         files = ensure_certificates(settings.tls_dir, settings.host, time.time_ns() // 1_000_000)
         for name, port in (("port", settings.port), ("admin port", settings.admin_port)):
             _require_free(settings.host, port, name)
-        with _log_stream(settings) as log_stream:
-            configure_logs(stream=log_stream, process="supervisor")
+        with log_stream(settings) as stream:
+            configure_logs(stream=stream, process="supervisor")
             context = NodeContext(
                 settings=settings,
                 parameters=parameters,
@@ -58,7 +64,7 @@ def run_node(settings: NodeSettings) -> int:
                 keys=keys,
                 client_tls=server_context(files),
                 admin_tls=server_context(files, alpn=("http/1.1",)),
-                log_stream=log_stream,
+                log_stream=stream,
             )
             return _supervise(context, known=identity.servers_claimed)
 
@@ -91,20 +97,17 @@ def _supervise(context: NodeContext, *, known: bool) -> int:
         address.write(connect_file)
         print(_welcome(address, context), flush=True)
 
+    def before_workers() -> None:
+        claim_servers(context, known=known)
+        reset_leases(context)
+
     supervisor = Supervisor(
-        processes=[_process(context, plan) for plan in topology(settings.pools, apart=settings.apart)],
+        processes=[worker_process(context, plan) for plan in settings.processes()],
         servers=private_servers(settings, parameters),
-        options=SupervisorOptions(
-            state_file=settings.run_dir / STATE_FILE,
-            drain_timeout_ms=parameters.drain_timeout_ms,
-            restart_initial_ms=parameters.restart_backoff_initial_ms,
-            restart_max_ms=parameters.restart_backoff_max_ms,
-            restart_factor=parameters.restart_backoff_factor,
-            restart_jitter_ratio=parameters.restart_backoff_jitter_ratio,
-            restart_reset_ms=parameters.restart_backoff_reset_ms,
-        ),
-        before_workers=partial(claim_servers, context, known=known),
+        options=supervisor_options(context, settings.run_dir / STATE_FILE),
+        before_workers=before_workers,
         on_ready=announce,
+        on_worker_died=partial(release_leases, context),
     )
     try:
         return supervisor.run()
@@ -133,7 +136,49 @@ def claim_servers(context: NodeContext, *, known: bool) -> None:
         mark_claimed(context.settings)
 
 
-def _process(context: NodeContext, plan: ProcessPlan) -> ProcessSpec:
+def supervisor_options(context: NodeContext, state_file: Path) -> SupervisorOptions:
+    """Times of the parameters."""
+    parameters = context.parameters
+    return SupervisorOptions(
+        state_file=state_file,
+        drain_timeout_ms=parameters.drain_timeout_ms,
+        restart_initial_ms=parameters.restart_backoff_initial_ms,
+        restart_max_ms=parameters.restart_backoff_max_ms,
+        restart_factor=parameters.restart_backoff_factor,
+        restart_jitter_ratio=parameters.restart_backoff_jitter_ratio,
+        restart_reset_ms=parameters.restart_backoff_reset_ms,
+    )
+
+
+def reset_leases(context: NodeContext) -> None:
+    """Before the first fork: whoever ran here is dead, and everybody the node will start is expected, so that the first
+    worker of a pool does not take all of it; shares of workers that join stay where they are until these are up.
+    StartupError when the registry does not answer."""
+    address, settings = _core_address(context), context.settings
+    try:
+        release_reaped(address, [owner for owner in lease_owners(address) if settings.is_ours(owner)])
+        for process in settings.processes():
+            release_reaped(address, process.roles, "" if settings.first_index else process.name)
+    except StoreUnavailable as error:
+        raise StartupError(f"the registry does not answer: {error}; see the log of the server redis-core") from None
+
+
+def release_leases(context: NodeContext, process: str, delay_ms: float) -> None:
+    """A worker was reaped: its leases are free at once (DESIGN-data §6). If it comes back soon they wait for it."""
+    roles = next(plan.roles for plan in context.settings.processes() if plan.name == process)
+    try:
+        count = release_reaped(_core_address(context), roles, process if delay_ms <= SOON_MS else "")
+    except StoreUnavailable as error:
+        log.warning("leases_not_released", process=process, error=error)
+    else:
+        log.info("leases_released", process=process, count=count)
+
+
+def _core_address(context: NodeContext) -> str:
+    return f"unix://{context.settings.server_socket(CORE_INSTANCE)}"
+
+
+def worker_process(context: NodeContext, plan: ProcessPlan) -> ProcessSpec:
     """Gateway worker i is pinned to core i; the others go where there is room."""
     cpu = None
     kind, _, index = plan.name.partition("-")
@@ -183,7 +228,7 @@ def _welcome(address: NodeAddress, context: NodeContext) -> str:
 
 
 @contextmanager
-def _log_stream(settings: NodeSettings) -> Iterator[TextIO]:
+def log_stream(settings: NodeSettings) -> Iterator[TextIO]:
     """Standard error belongs to the operator when it is a terminal; a service manager gets the lines there."""
     if not sys.stderr.isatty():
         yield sys.stderr

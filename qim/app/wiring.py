@@ -22,7 +22,7 @@ from qim.admin.http import AdminPlane
 from qim.admin.role import AdminRole
 from qim.admin.tokens import TokenIssuer
 from qim.app.commit_logs import FACT, EmbeddedLogs, LogPartitions, check_fact, commit_logs
-from qim.app.settings import NodeSettings, ProcessPlan, topology
+from qim.app.settings import NodeSettings, ProcessPlan
 from qim.app.status import HostStatus, metrics_socket
 from qim.backplane.unix import UnixBackplane, socket_path
 from qim.commit_log.api import TrimmableLog
@@ -35,6 +35,9 @@ from qim.obs.endpoint import MetricsEndpoint
 from qim.obs.logs import configure_logs, get_logger
 from qim.presence.layout import PresenceEntry
 from qim.presence.shm import live_connections
+from qim.registry.api import KIND_OF_POOL, LeaseKind, RouteMap
+from qim.registry.keeper import LeaseKeeper
+from qim.registry.lease import LeaseTimes
 from qim.registry.redis import RedisShardRegistry
 from qim.registry.routes import RouteCache
 from qim.runtime.clock import SystemClock
@@ -128,7 +131,7 @@ class _Worker:
         self._ended = asyncio.Event()
         self._failed = False
         self._tasks = TaskSet(self._on_failure)
-        processes = topology(context.settings.pools, apart=context.settings.apart)
+        processes = context.settings.processes()
         self._processes = [process.name for process in processes]
         run_dir = context.settings.run_dir
         self._sockets = {role: socket_path(run_dir, process.name) for process in processes for role in process.roles}
@@ -177,6 +180,7 @@ class _Worker:
 
     async def _start_roles(self, outside: Outside, backplane: UnixBackplane, routes: RouteCache) -> None:
         """Owners of data begin before the process can be reached, so that no message finds it without a handler."""
+        routes.on_change(lambda found: backplane.learn(found.processes))
         builder = RoleBuilder(self._context, outside, backplane, routes, self._on_failure)
         self._roles = [builder.build(name) for name in self._plan.roles]
         await routes.start()
@@ -302,6 +306,24 @@ class RoleBuilder:
         self._chunk_gate = chunk_gate
         self._clock = SystemClock()
 
+    def _leases(self, name: str) -> LeaseKeeper:
+        """The member `name` of its pool; it looks anew whenever the route map changes."""
+        kind = KIND_OF_POOL[_kind(name)]
+        parameters = self._parameters
+        count = parameters.conversation_bucket_count
+        keeper = LeaseKeeper(
+            kind,
+            parameters.mailbox_shard_count if kind is LeaseKind.MAILBOX_SHARD else count,
+            name,
+            self._backplane.process_name,
+            registry=self._outside.registry,
+            times=LeaseTimes.of(parameters),
+            clock=self._clock,
+            on_failure=self._on_failure,
+        )
+        self._routes.on_change(lambda _: keeper.poke())
+        return keeper
+
     def build(self, name: str) -> Role:
         kind, index = _kind(name), int(name.rpartition("-")[2])
         makers: dict[str, Callable[[str, int], Role]] = {
@@ -346,7 +368,7 @@ class RoleBuilder:
         count = parameters.conversation_bucket_count
         return WriterRole(
             name,
-            range(index, count, self._settings.pools.writer),
+            range(count),
             bucket_count=count,
             placement=Placement(parameters.mailbox_shard_count, parameters.lane_count),
             parameters=parameters,
@@ -359,6 +381,7 @@ class RoleBuilder:
             clock=self._clock,
             on_failure=self._on_failure,
             relay=self._outside.logs.relay(self._clock, self._on_failure, parameters.log_poll_interval_ms),
+            leases=self._leases(name),
             outbox_retention=self._outbox_retention(),
         )
 
@@ -418,6 +441,7 @@ class RoleBuilder:
             backplane=self._backplane,
             clock=self._clock,
             on_failure=self._on_failure,
+            leases=self._leases(name),
         )
 
     def _mailbox(self, name: str, index: int) -> Role:
@@ -455,18 +479,18 @@ class RoleBuilder:
             backplane=self._backplane,
             clock=self._clock,
             on_failure=self._on_failure,
-            gateways=[f"gateway-{i}" for i in range(pools.gateway)],
+            gateways=self._gateways(),
             instance_of=lambda _: MAILBOX_INSTANCE,
             present=partial(_present, self._settings.run_dir, self._clock, parameters.presence_lease_ttl),
             chunk_gate=self._chunk_gate,
+            leases=self._leases(name),
             log_retention=self._dispatch_retention(),
         )
 
     def _admin(self, name: str, index: int) -> Role:
         del index
-        processes = [process.name for process in topology(self._settings.pools, apart=self._settings.apart)]
-        for writer in range(self._settings.pools.writer):
-            self._backplane.connect(f"writer-{writer}")
+        processes = [process.name for process in self._settings.processes()]
+        self._routes.on_change(self._link_writers)
         plane = AdminPlane(
             admin_token=self._context.keys.admin_token.reveal(),
             tokens=TokenIssuer(self._context.keys.token_signing_key()),
@@ -482,6 +506,21 @@ class RoleBuilder:
         return AdminRole(
             plane, host=self._settings.host, port=self._settings.admin_port, tls_context=self._context.admin_tls
         )
+
+    def _gateways(self) -> list[str]:
+        """Gateways of the host; one that joined finds those of the node by their presence tables."""
+        if not self._settings.first_index:
+            return [f"gateway-{i}" for i in range(self._settings.pools.gateway)]
+        found = sorted(
+            path.stem.removeprefix("presence-") for path in self._settings.run_dir.glob("presence-gateway-*.tbl")
+        )
+        self._backplane.learn({gateway: gateway for gateway in found})
+        return found
+
+    def _link_writers(self, routes: RouteMap) -> None:
+        """Keep a link to every writer."""
+        for owner in {route.owner for route in routes.routes.get(LeaseKind.CONVERSATION_BUCKET, {}).values()}:
+            self._backplane.connect(owner)
 
 
 def _present(run_dir: Path, clock: SystemClock, lease_ttl_ms: int) -> Iterator[tuple[str, PresenceEntry]]:

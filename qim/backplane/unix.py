@@ -83,6 +83,9 @@ class UnixBackplane:
         self._run_dir = run_dir
         self._clock = clock
         self._queue_bytes_max = queue_bytes_max
+        self._in_flight_max = in_flight_max
+        self._unknown: set[str] = set()
+        """Roles somebody wants a link to and nobody has named a process of."""
         self._notices: dict[int, NoticeHandler] = {}
         self._requests: dict[int, RequestHandler] = {}
         self._listeners: list[LinkListener] = []
@@ -95,6 +98,11 @@ class UnixBackplane:
         self._server: asyncio.AbstractServer | None = None
         self._started = False
         self._add_peers(sockets, in_flight_max)
+
+    @property
+    def process_name(self) -> str:
+        """Whose socket this is."""
+        return self._hello.process
 
     def on_notice(self, opcode: int, handler: NoticeHandler) -> None:
         """One handler per opcode and process; ValueError on a second one."""
@@ -113,7 +121,7 @@ class UnixBackplane:
         self._listeners.append(listener)
 
     def connect(self, peer: str) -> None:
-        """See Backplane. A role instance outside the topology (a pool that shrank) is never up."""
+        """See Backplane. A role instance outside the topology (a pool that shrank) is not up until `learn` names it."""
         if peer in self._hello.roles:
             if peer not in self._own_wanted:
                 self._own_wanted.add(peer)
@@ -121,7 +129,9 @@ class UnixBackplane:
             return
         target = self._peer_of_role.get(peer)
         if target is None:
-            log.warning("backplane_peer_unknown", peer=peer)
+            if peer not in self._unknown:
+                log.warning("backplane_peer_unknown", peer=peer)
+            self._unknown.add(peer)
             return
         if peer in target.wanted:
             return
@@ -130,6 +140,20 @@ class UnixBackplane:
             asyncio.get_running_loop().call_soon(self._tell_link, peer, True)
         elif self._started and len(target.wanted) == 1:
             self._tasks.start(f"backplane link to {target.path.stem}", self._keep_connected(target))
+
+    def learn(self, processes: Mapping[str, str]) -> None:
+        """Role instance -> process of this host, of those that joined later; known ones keep their place."""
+        new = {
+            role: socket_path(self._run_dir, process)
+            for role, process in processes.items()
+            if role not in self._peer_of_role and role not in self._hello.roles
+        }
+        if not new:
+            return
+        self._add_peers(new, self._in_flight_max)
+        for role in self._unknown.intersection(new):
+            self._unknown.discard(role)
+            self.connect(role)
 
     def notify(self, peer: str, opcode: int, body: bytes, priority: Priority = Priority.CONTROL) -> bool:
         """See Backplane. A role of this process gets it on the next loop tick, in the order of the calls."""
@@ -274,7 +298,7 @@ class UnixBackplane:
                 log.error("backplane_listener_failed", peer=role, error=error)
 
     def _add_peers(self, sockets: Mapping[str, Path], in_flight_max: int) -> None:
-        peers: dict[Path, _Peer] = {}
+        peers = {peer.path: peer for peer in self._peer_of_role.values()}
         for role, path in sockets.items():
             if role in self._hello.roles:
                 continue

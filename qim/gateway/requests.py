@@ -144,6 +144,7 @@ class Requests:
             metrics.SEND_REJECT_TOTAL.labels(code=ErrorCode.REGION_FAILOVER.name).inc()
             self._failover(connection, request_id, client_message_id)
         elif reply.HasField("error"):
+            self._learn(reply.error)
             metrics.SEND_REJECT_TOTAL.labels(code=_code_name(reply.error)).inc()
             if reply.error.detail == Detail.DELIVERY_LAG:
                 session.held_conversation_id = message.conversation_id
@@ -162,9 +163,15 @@ class Requests:
         if answer is None or not _parse(reply, answer):
             self._failover(connection, request_id)
         elif reply.HasField("error"):
+            self._learn(reply.error)
             connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id), request_id)
         else:
             connection.reply(Opcode.MEMBER_LIST_BATCH, reply.members.SerializeToString(), request_id)
+
+    def _learn(self, error: Error) -> None:
+        """Whoever was asked is not the owner, or not yet: look at the map before the retry comes."""
+        if code_of(error) in (ErrorCode.REGION_FAILOVER, ErrorCode.SHARD_MOVED):
+            self._around.routing.peer_failed()
 
     # ------------------------------------------------------------------------------------------ to the MailboxNodes
 
@@ -243,6 +250,7 @@ class Requests:
             self._shard_moved(connection, queued.request_id)
             return
         if reply.HasField("error"):
+            self._learn(reply.error)
             count_cursor_error(reply.error)
             connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, queued.request_id), queued.request_id)
             return

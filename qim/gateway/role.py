@@ -14,7 +14,7 @@ from qim.gateway.sessions import SessionOpener
 from qim.gateway.surroundings import Surroundings
 from qim.obs.logs import get_logger
 from qim.protocol.opcodes import InternalOpcode
-from qim.registry.api import RouteMap
+from qim.registry.api import LeaseKind, RouteMap
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
 
@@ -126,6 +126,9 @@ class GatewayRole:
             self._node.on_link_up(peer)
 
     def _on_routes(self, routes: RouteMap) -> None:
+        for kind in (LeaseKind.CONVERSATION_BUCKET, LeaseKind.MAILBOX_SHARD):
+            for owner in {route.owner for route in routes.routes.get(kind, {}).values()}:
+                self._surroundings.backplane.connect(owner)
         if self._node is not None:
             self._node.on_routes(routes)
 

@@ -370,7 +370,12 @@ class Sessions:
         )
         owner = self._around.routing.mailbox_of(session.shard)
         answer = await self._around.ask(owner, InternalOpcode.OPEN_SESSION, request.SerializeToString())
-        return OpenSessionReply.FromString(answer) if answer is not None else None
+        if answer is None:
+            return None
+        reply = OpenSessionReply.FromString(answer)
+        if reply.HasField("error") and code_of(reply.error) is ErrorCode.SHARD_MOVED:
+            self._around.routing.peer_failed()
+        return reply
 
     def _refuse(self, connection: ClientConnection, request_id: int, refusal: WireError) -> None:
         connection.machine.on_event(Event.SESSION_REFUSED)

@@ -170,6 +170,13 @@ RATE_LIMIT_HIT_TOTAL: Final = _counter("rate_limit_hit_total", "rate-limit hits 
 STORE_CALL_MS: Final = _latency_ms("qim_stores_call_ms", "one command or script, queueing included", "instance")
 STORE_RECONNECT_TOTAL: Final = _counter("qim_stores_reconnect_total", "new connections to an instance", "instance")
 STORE_FULL: Final = _gauge("qim_stores_full", "1 while an instance has too little room for new messages", "instance")
+LEASES_HELD: Final = _gauge("qim_registry_leases_held", "ids this process holds the lease of", "kind")
+LEASE_SELF_FENCED_TOTAL: Final = _counter(
+    "qim_registry_self_fenced_total", "times all leases were dropped because the registry did not answer", "kind"
+)
+LEASE_EPOCH_EXHAUSTED_TOTAL: Final = _counter(
+    "qim_registry_epoch_exhausted_total", "grants refused because no greater epoch exists (P1)", "kind"
+)
 FENCED_TOTAL: Final = _counter("qim_stores_fenced_total", "calls refused for an old epoch", "kind")
 BACKPLANE_DROPPED_TOTAL: Final = _counter("qim_backplane_dropped_total", "one-way messages dropped", "peer")
 BACKPLANE_LINK_UP: Final = _gauge("qim_backplane_link_up", "1 while the link carries messages", "peer")

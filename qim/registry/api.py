@@ -1,13 +1,14 @@
 """The ShardRegistry contract (§5.3.7, §7.11, §19.2, DESIGN-data §6).
 
-Ownership is static here: worker i of a pool of n owns every id with id mod n = i, and each start of a worker is a
-grant. Grants are compare-and-set; an epoch rises by one on every grant and never comes back.
+A lease says who owns a shard, bucket or partition and under which epoch. Grants are compare-and-set; an epoch rises by
+one on every grant, never on a renewal, and never comes back. A member of a pool renews all its leases at once with one
+beat; how old a beat is, the registry's own clock decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
 
@@ -27,6 +28,14 @@ EPOCH_MAX: Final[Mapping[LeaseKind, int]] = {
     LeaseKind.OUTBOX_PARTITION: 0xFFFFFFFF,
 }
 """`shard_epoch` has 15 bits of `mailbox_seq` (§6.5); `fencing_epoch` and `fanout_epoch` are u32."""
+
+
+KIND_OF_POOL: Final[Mapping[str, LeaseKind]] = {
+    "writer": LeaseKind.CONVERSATION_BUCKET,
+    "fanout": LeaseKind.OUTBOX_PARTITION,
+    "mailbox": LeaseKind.MAILBOX_SHARD,
+}
+"""What the members of a pool lease; a member is called "<pool>-<number>"."""
 
 
 class EpochExhausted(StoreError):
@@ -71,12 +80,46 @@ class Route(NamedTuple):
     epoch: int
 
 
+class Beat(NamedTuple):
+    """Answer to a beat."""
+
+    owners: tuple[str, ...]
+    """Members of the pool whose last beat is not older than the ttl, sorted; the asker is among them."""
+    pins: Mapping[int, str]
+    """id -> the member an operator wants it at."""
+    lost: frozenset[int]
+    """Ids the asker believed to hold and does not."""
+
+
+class Answer(NamedTuple):
+    """What became of one id of `acquire`."""
+
+    epoch: int
+    """0: not granted."""
+    wait_ms: int = 0
+    """Time until the present lease ends if it is not renewed; -1: the epochs are used up, it will never be granted."""
+
+
+class LeaseRow(NamedTuple):
+    """One lease as stored."""
+
+    shard_id: int
+    owner: str
+    """"" when nobody has it."""
+    epoch: int
+    age_ms: int
+    """Since its owner's last beat, -1 when there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouteMap:
     """Versioned snapshot of all owners; greater version wins."""
 
     version: int
     routes: Mapping[LeaseKind, Mapping[int, Route]]
+    """Of leases that somebody holds."""
+    processes: Mapping[str, str] = field(default_factory=dict)
+    """Member of any pool -> name of the process that hosts it."""
 
     def owner(self, kind: LeaseKind, shard_id: int) -> str | None:
         route = self.routes.get(kind, {}).get(shard_id)
@@ -94,7 +137,38 @@ class SessionGrant:
 
 class ShardRegistry(Protocol):
     async def grant(self, kind: LeaseKind, shard_ids: Sequence[int], owner: str, grant_id: str) -> list[Grant]:
-        """Grant all ids to `owner`, each with its epoch + 1, and raise the map version; atomic per call."""
+        """Grant all ids to `owner`, whoever has them, each with its epoch + 1, and raise the map version; atomic per
+        call. For takeovers somebody else decided; members of a pool use `acquire`."""
+        ...
+
+    async def beat(
+        self, kind: LeaseKind, owner: str, process: str, grant_id: str, held: Sequence[int], *, ttl_ms: int
+    ) -> Beat:
+        """Be a member of the pool and renew every lease of `grant_id`. The first beat raises the map version."""
+        ...
+
+    async def acquire(
+        self, kind: LeaseKind, shard_ids: Sequence[int], owner: str, grant_id: str, *, wait_ms: int
+    ) -> dict[int, Answer]:
+        """Grant those ids that nobody has, that `owner` had before, or whose owner's last beat is at least `wait_ms`
+        old, each with its epoch + 1; ids that `grant_id` has already keep theirs, so a lost answer is asked again.
+        Grants raise the map version. Atomic per call."""
+        ...
+
+    async def release(self, kind: LeaseKind, shard_ids: Sequence[int], grant_id: str) -> None:
+        """Give back those of the ids that `grant_id` has: the next `acquire` of anybody gets them at once."""
+        ...
+
+    async def leave(self, kind: LeaseKind, grant_id: str) -> None:
+        """Give back everything and be no member any more."""
+        ...
+
+    async def pin(self, kind: LeaseKind, shard_id: int, owner: str) -> None:
+        """Have an id owned by this member as long as it lives; "" lets the balance decide again."""
+        ...
+
+    async def leases(self, kind: LeaseKind) -> list[LeaseRow]:
+        """Ascending by id."""
         ...
 
     async def current(self, kind: LeaseKind, shard_id: int) -> Route | None: ...

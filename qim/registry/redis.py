@@ -7,17 +7,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from qim.errors import StoreError
-from qim.registry.api import EPOCH_MAX, EpochBoundary, EpochExhausted, Grant, LeaseKind, Route, RouteMap, SessionGrant
+from qim.registry.api import (
+    EPOCH_MAX,
+    Answer,
+    Beat,
+    EpochBoundary,
+    EpochExhausted,
+    Grant,
+    LeaseKind,
+    LeaseRow,
+    Route,
+    RouteMap,
+    SessionGrant,
+)
 from qim.stores.redis import keys
 from qim.stores.redis.resp import Argument, RespClient, RespError
 from qim.stores.redis.scripts import Script
 
 _GRANT: Final = Script("registry_grant")
 _ROUTES: Final = Script("registry_routes")
+_BEAT: Final = Script("registry_beat")
+_ACQUIRE: Final = Script("registry_acquire")
+_RELEASE: Final = Script("registry_release")
 _OPEN_SESSION: Final = Script("registry_open_session")
 _CLUSTER_MAP: Final = Script("registry_cluster_map")
 _BOUNDARY: Final = struct.Struct(">QQ")
 _KINDS: Final = tuple(LeaseKind)
+_NOBODY: Final = "-"
+_FORGET_TTLS: Final = 10
+"""A beat this many ttls old is dropped: every wait has passed by then."""
 
 
 class RedisShardRegistry:
@@ -38,20 +56,74 @@ class RedisShardRegistry:
             Grant(kind, shard_id, owner, epoch, grant_id) for shard_id, epoch in zip(shard_ids, epochs, strict=True)
         ]
 
+    async def beat(
+        self, kind: LeaseKind, owner: str, process: str, grant_id: str, held: Sequence[int], *, ttl_ms: int
+    ) -> Beat:
+        names = (keys.registry_beats(kind), keys.registry_leases(kind), keys.registry_pins(kind), keys.REGISTRY_VERSION)
+        owners, pins, lost = await _BEAT(
+            self._client, names, (owner, process, grant_id, ttl_ms, ttl_ms * _FORGET_TTLS, *held)
+        )
+        return Beat(
+            tuple(sorted(name.decode() for name in owners)),
+            {int(shard_id): member.decode() for shard_id, member in _pairs(pins)},
+            frozenset(map(int, lost)),
+        )
+
+    async def acquire(
+        self, kind: LeaseKind, shard_ids: Sequence[int], owner: str, grant_id: str, *, wait_ms: int
+    ) -> dict[int, Answer]:
+        names = (keys.registry_leases(kind), keys.registry_beats(kind), keys.REGISTRY_VERSION)
+        flat = await _ACQUIRE(self._client, names, (owner, grant_id, EPOCH_MAX[kind], wait_ms, *shard_ids))
+        return {shard_id: Answer(*pair) for shard_id, pair in zip(shard_ids, _pairs(flat), strict=True)}
+
+    async def release(self, kind: LeaseKind, shard_ids: Sequence[int], grant_id: str) -> None:
+        if shard_ids:
+            names = (keys.registry_leases(kind), keys.REGISTRY_VERSION)
+            await _RELEASE(self._client, names, (grant_id, *shard_ids))
+
+    async def leave(self, kind: LeaseKind, grant_id: str) -> None:
+        names = (keys.registry_leases(kind), keys.REGISTRY_VERSION, keys.registry_beats(kind))
+        await _RELEASE(self._client, names, (grant_id,))
+
+    async def pin(self, kind: LeaseKind, shard_id: int, owner: str) -> None:
+        if owner:
+            await self._client.call("HSET", keys.registry_pins(kind), shard_id, owner)
+        else:
+            await self._client.call("HDEL", keys.registry_pins(kind), shard_id)
+        await self._client.call("INCR", keys.REGISTRY_VERSION)
+
+    async def leases(self, kind: LeaseKind) -> list[LeaseRow]:
+        client = self._client
+        flat = await client.call("HGETALL", keys.registry_leases(kind))
+        beats = {grant.decode(): int(beat.split()[0]) for grant, beat in _pairs(
+            await client.call("HGETALL", keys.registry_beats(kind)))}  # fmt: skip
+        seconds, micros = await client.call("TIME")
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        rows = []
+        for shard_id, lease in _pairs(flat):
+            epoch, owner, grant = lease.decode().split(" ")
+            age_ms = max(0, now_ms - beats[grant]) if grant in beats else -1
+            rows.append(LeaseRow(int(shard_id), "" if owner == _NOBODY else owner, int(epoch), age_ms))
+        return sorted(rows)
+
     async def current(self, kind: LeaseKind, shard_id: int) -> Route | None:
         lease = await self._client.call("HGET", keys.registry_leases(kind), shard_id)
         return None if lease is None else _route(lease)
 
     async def routes(self) -> RouteMap:
-        names = (keys.REGISTRY_VERSION, *map(keys.registry_leases, _KINDS))
-        version, *leases = await _ROUTES(self._client, names, ())
-        return RouteMap(
-            version,
-            {
-                kind: {int(shard_id): _route(lease) for shard_id, lease in _pairs(flat)}
-                for kind, flat in zip(_KINDS, leases, strict=True)
-            },
-        )
+        names = [keys.REGISTRY_VERSION]
+        for kind in _KINDS:
+            names += (keys.registry_leases(kind), keys.registry_beats(kind))
+        version, *flats = await _ROUTES(self._client, names, ())
+        routes: dict[LeaseKind, dict[int, Route]] = {}
+        processes: dict[str, str] = {}
+        for kind, (leases, beats) in zip(_KINDS, _pairs(flats), strict=True):
+            found = {int(shard_id): _route(lease) for shard_id, lease in _pairs(leases)}
+            routes[kind] = {shard_id: route for shard_id, route in found.items() if route is not None}
+            # the youngest beat of a member last
+            found_beats = sorted(beat.decode().split(" ") for beat in beats[1::2])
+            processes |= {owner: process for _, owner, process in found_beats}
+        return RouteMap(version, routes, processes)
 
     async def routes_version(self) -> int:
         return int(await self._client.call("GET", keys.REGISTRY_VERSION) or 0)
@@ -90,6 +162,6 @@ def _pairs(flat: list[Any]) -> zip[tuple[Any, Any]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
 
-def _route(lease: bytes) -> Route:
+def _route(lease: bytes) -> Route | None:
     epoch, owner, _ = lease.decode().split(" ")
-    return Route(owner, int(epoch))
+    return None if owner == _NOBODY else Route(owner, int(epoch))

@@ -44,6 +44,8 @@ _STOP_POLL_S: Final = 0.02
 _WATCHED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
 NotifyReady = Callable[[], None]
+WorkerDied = Callable[[str, float], None]
+"""(process, ms until it is started again)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,8 @@ class Supervisor:
 
     `run` returns the exit code: 0 after a stop that was asked for, 1 when something had to be killed for it, 2 when a
     worker cannot start. It raises StartupError when a server cannot. `before_workers` runs between the two, once, with
-    the servers ready; it must leave no thread or loop behind.
+    the servers ready; it must leave no thread or loop behind. `on_worker_died` hears of every worker that was reaped
+    and when it is started again; it must be quick, leave nothing behind and not raise.
     """
 
     def __init__(
@@ -115,9 +118,11 @@ class Supervisor:
         options: SupervisorOptions,
         before_workers: Callable[[], None] = lambda: None,
         on_ready: Callable[[], None] = lambda: None,
+        on_worker_died: WorkerDied = lambda name, delay_ms: None,
         clock: Clock | None = None,
     ) -> None:
         self._options = options
+        self._on_worker_died = on_worker_died
         self._before_workers = before_workers
         self._on_ready = on_ready
         self._clock = clock or SystemClock()
@@ -283,6 +288,8 @@ class Supervisor:
         delay_ms = child.backoff.delay_after_run_ms(now_ms - child.started_ms)
         child.restart_at_ms = now_ms + delay_ms
         log.warning("process_died", process=child.name, exit_code=code, delay_ms=round(delay_ms))
+        if child.kind == "worker":
+            self._on_worker_died(child.name, delay_ms)
         self._write_state()
 
     def _restart_due(self) -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
 from qim.core.seq import SHARD_EPOCH_MAX, mailbox_seq
 from qim.errors import StoreError
-from qim.registry.api import EpochBoundary, EpochExhausted, Grant, LeaseKind, Route, ShardRegistry, epoch_owning
+from qim.registry.api import (
+    Answer,
+    Beat,
+    EpochBoundary,
+    EpochExhausted,
+    Grant,
+    LeaseKind,
+    LeaseRow,
+    Route,
+    ShardRegistry,
+    epoch_owning,
+)
 from qim.registry.memory import MemoryShardRegistry
 from qim.registry.redis import RedisShardRegistry
 from qim.stores.redis import keys
@@ -68,12 +80,118 @@ class ShardRegistryContract:
         """Store the epoch as if it had been granted so often."""
         raise NotImplementedError
 
+    async def pass_ms(self, ms: int) -> None:
+        """Time of the registry's clock."""
+        raise NotImplementedError
+
     async def test_epochs_of_buckets_are_32_bits(self) -> None:
         await self.raise_epoch(BUCKET, 0, 0xFFFFFFFE)
         (grant,) = await self.registry.grant(BUCKET, [0], "writer-0", "g9")
         assert grant.epoch == 0xFFFFFFFF
         with pytest.raises(EpochExhausted):
             await self.registry.grant(BUCKET, [0], "writer-0", "g10")
+
+    # -------------------------------------------------------------------------------------------------------- leases
+
+    async def beat(self, owner: str, grant_id: str, held: Sequence[int] = (), ttl_ms: int = 60_000) -> Beat:
+        return await self.registry.beat(BUCKET, owner, f"core-of-{owner}", grant_id, held, ttl_ms=ttl_ms)
+
+    async def acquire(self, owner: str, grant_id: str, ids: Sequence[int], wait_ms: int = 60_000) -> list[int]:
+        """Epochs, 0 for what was not granted."""
+        answers = await self.registry.acquire(BUCKET, ids, owner, grant_id, wait_ms=wait_ms)
+        return [answers[shard_id].epoch for shard_id in ids]
+
+    async def test_a_lease_is_granted_to_one_until_it_is_given_back(self) -> None:
+        await self.beat("writer-0", "g0")
+        assert await self.acquire("writer-0", "g0", [0, 1]) == [1, 1]
+        assert await self.acquire("writer-1", "g1", [0, 1, 2]) == [0, 0, 1]
+        answers = await self.registry.acquire(BUCKET, [0], "writer-1", "g1", wait_ms=60_000)
+        assert 0 < answers[0].wait_ms <= 60_000
+        await self.registry.release(BUCKET, [0, 2], "g0")
+        assert await self.registry.current(BUCKET, 0) is None
+        assert await self.registry.current(BUCKET, 2) == Route("writer-1", 1)
+        assert await self.acquire("writer-1", "g1", [0, 1]) == [2, 0]
+
+    async def test_an_acquire_whose_answer_was_lost_may_be_repeated(self) -> None:
+        await self.beat("writer-0", "g0")
+        assert await self.acquire("writer-0", "g0", [0]) == [1]
+        version = await self.registry.routes_version()
+        assert await self.acquire("writer-0", "g0", [0]) == [1]
+        assert await self.registry.routes_version() == version
+
+    async def test_a_restarted_owner_gets_its_own_back_under_the_next_epoch(self) -> None:
+        await self.beat("writer-0", "g0")
+        await self.acquire("writer-0", "g0", [0])
+        assert await self.acquire("writer-0", "g1", [0]) == [2]
+        assert (await self.beat("writer-0", "g0", [0])).lost == {0}
+
+    async def test_a_lease_without_a_beat_for_the_wait_may_be_taken(self) -> None:
+        await self.beat("writer-0", "g0")
+        await self.acquire("writer-0", "g0", [0, 1])
+        await self.pass_ms(30)
+        assert await self.acquire("writer-1", "g1", [0], wait_ms=20) == [2]
+        assert (await self.beat("writer-0", "g0", [0, 1])).lost == {0}
+        assert await self.acquire("writer-1", "g1", [1], wait_ms=20_000) == [0], "the beat renewed what was left"
+
+    async def test_members_are_those_with_a_beat_within_the_ttl(self) -> None:
+        assert (await self.beat("writer-1", "g1")).owners == ("writer-1",)
+        assert (await self.beat("writer-0", "g0")).owners == ("writer-0", "writer-1")
+        assert (await self.beat("writer-0", "g0b")).owners == ("writer-0", "writer-1"), "two lives are one member"
+        await self.pass_ms(30)
+        assert (await self.beat("writer-0", "g0", ttl_ms=20)).owners == ("writer-0",)
+        assert (await self.registry.routes()).processes["writer-1"] == "core-of-writer-1"
+
+    async def test_pins_come_with_the_beat(self) -> None:
+        await self.registry.pin(BUCKET, 3, "writer-1")
+        await self.registry.pin(BUCKET, 4, "writer-1")
+        await self.registry.pin(BUCKET, 4, "")
+        assert (await self.beat("writer-0", "g0")).pins == {3: "writer-1"}
+
+    async def test_whatever_changes_owners_members_or_pins_raises_the_version(self) -> None:
+        versions = [await self.registry.routes_version()]
+
+        async def rose() -> None:
+            versions.append(await self.registry.routes_version())
+            assert versions[-1] > versions[-2]
+
+        await self.beat("writer-0", "g0")
+        await rose()
+        await self.acquire("writer-0", "g0", [0, 1])
+        await rose()
+        await self.registry.release(BUCKET, [0], "g0")
+        await rose()
+        await self.registry.pin(BUCKET, 0, "writer-0")
+        await rose()
+        await self.registry.leave(BUCKET, "g0")
+        await rose()
+        await self.registry.leave(BUCKET, "g0")
+        await self.registry.release(BUCKET, [0, 1], "g0")
+        await self.beat("writer-0", "g1")
+        await self.beat("writer-0", "g1")
+        assert await self.registry.routes_version() == versions[-1] + 1, "and nothing else does"
+
+    async def test_who_leaves_leaves_nothing_behind(self) -> None:
+        await self.beat("writer-0", "g0")
+        await self.acquire("writer-0", "g0", [0, 1])
+        await self.registry.leave(BUCKET, "g0")
+        assert (await self.registry.routes()).routes[BUCKET] == {}
+        assert (await self.beat("writer-1", "g1")).owners == ("writer-1",)
+        assert await self.acquire("writer-1", "g1", [0, 1]) == [2, 2]
+
+    async def test_used_up_epochs_are_never_granted(self) -> None:
+        await self.raise_epoch(MAILBOX, 3, SHARD_EPOCH_MAX)
+        answers = await self.registry.acquire(MAILBOX, [2, 3], "mailbox-0", "g9", wait_ms=0)
+        assert answers == {2: Answer(1), 3: Answer(0, -1)}
+        assert await self.registry.current(MAILBOX, 3) == Route("mailbox-0", SHARD_EPOCH_MAX)
+
+    async def test_leases_are_listed_with_the_age_of_their_last_renewal(self) -> None:
+        await self.beat("writer-0", "g0")
+        await self.acquire("writer-0", "g0", [1, 0])
+        await self.registry.release(BUCKET, [1], "g0")
+        held, free = await self.registry.leases(BUCKET)
+        assert (held.shard_id, held.owner, held.epoch) == (0, "writer-0", 1)
+        assert 0 <= held.age_ms < 10_000
+        assert free == LeaseRow(1, "", 1, -1)
 
     # ---------------------------------------------------------------------------------------------------- boundaries
 
@@ -140,7 +258,11 @@ class ShardRegistryContract:
 class TestMemory(ShardRegistryContract):
     @pytest.fixture(autouse=True)
     def _make(self) -> None:
-        self.model = self.registry = MemoryShardRegistry()
+        self.now_ms = 0
+        self.model = self.registry = MemoryShardRegistry(lambda: self.now_ms)
+
+    async def pass_ms(self, ms: int) -> None:
+        self.now_ms += ms
 
     async def raise_epoch(self, kind: LeaseKind, shard_id: int, epoch: int) -> None:
         self.model._leases[kind][shard_id] = Grant(kind, shard_id, "mailbox-0", epoch, "g0")
@@ -155,6 +277,9 @@ class TestRedis(ShardRegistryContract):
         self.client = client
         yield
         await client.close()
+
+    async def pass_ms(self, ms: int) -> None:
+        await asyncio.sleep(ms / 1000)
 
     async def raise_epoch(self, kind: LeaseKind, shard_id: int, epoch: int) -> None:
         await self.client.call("HSET", keys.registry_leases(kind), shard_id, f"{epoch} mailbox-0 g0")

@@ -217,10 +217,11 @@ def message_id_reissued() -> contextlib.AbstractContextManager[None]:
         finally:
             state.hlc = kept
 
-    original = WriterRole._open
+    original = WriterRole.open_shard
     judge = MemoryMessageStore._refusal
     return _with(
-        mock.patch.object(WriterRole, "_open", open_bucket), mock.patch.object(MemoryMessageStore, "_refusal", refusal)
+        mock.patch.object(WriterRole, "open_shard", open_bucket),
+        mock.patch.object(MemoryMessageStore, "_refusal", refusal),
     )
 
 

@@ -142,8 +142,18 @@ class _Lane:
 class BucketMachine:
     """The lanes of one conversation bucket. `pump` starts the next commit call; every other input only moves lanes."""
 
-    def __init__(self, bucket: int, clock: HybridClock, admission: WriterAdmission, parameters: Parameters) -> None:
+    def __init__(
+        self,
+        bucket: int,
+        clock: HybridClock,
+        admission: WriterAdmission,
+        parameters: Parameters,
+        *,
+        fencing_epoch: int = 0,
+    ) -> None:
         self.bucket = bucket
+        self.fencing_epoch = fencing_epoch
+        """Of the grant this machine works under."""
         self.clock = clock
         self._admission = admission
         self._batch_max = parameters.commit_batch_max
@@ -153,6 +163,7 @@ class BucketMachine:
         self._turn: deque[_Lane] = deque()
         self._in_call: list[tuple[_Lane, Send | Change]] = []
         self._queued = 0
+        self._abandoned = False
         self._paused_until_ms = 0.0
         self._backoff_ms = BACKOFF_INITIAL_MS
         self._submit_timeout_ms = parameters.submit_timeout_ms
@@ -177,6 +188,8 @@ class BucketMachine:
 
     def pump(self, now_ms: float, unix_ms: int) -> list[Action]:
         """Form the next commit call, unless one is in flight or the store rests."""
+        if self._abandoned:
+            return self._refuse_waiting()
         actions: list[Action] = []
         if self._in_call or now_ms < self._paused_until_ms:
             return actions
@@ -194,6 +207,24 @@ class BucketMachine:
         if batch:
             self._call_since_ms = min(submission.expires_at_ms for _, submission in batch) - self._submit_timeout_ms
             actions.append(CommitBatch([submission for _, submission in batch]))
+        return actions
+
+    def is_idle(self) -> bool:
+        """Nothing waits and nothing is under way."""
+        return not self._in_call and all(lane.state is LaneState.IDLE for lane in self._lanes.values())
+
+    def abandon(self) -> list[Action]:
+        """Another writer owns the bucket or may soon: nothing is committed any more. What is in a call is answered by
+        what the store says of it, everything else may be sent again to the next owner."""
+        self._abandoned = True
+        return self._refuse_waiting()
+
+    def _refuse_waiting(self) -> list[Action]:
+        actions: list[Action] = []
+        for lane in self._lanes.values():
+            actions += (Refuse(submission, self._failover) for submission in lane.pending)
+            self._queued -= len(lane.pending)
+            lane.pending.clear()
         return actions
 
     # ------------------------------------------------------------------------------------ answers to preparations
@@ -242,13 +273,16 @@ class BucketMachine:
         lane = self._lanes[(change.tenant_id, change.conversation_id)]
         assert lane.context is not None
         actions: list[Action] = []
-        if isinstance(plan, MembershipRewrite):
+        if self._abandoned:
+            lane.state = LaneState.IDLE
+        elif isinstance(plan, MembershipRewrite):
             change.rewrite = plan
             change.membership_version = lane.context.version
         else:
             self._pop(lane)
             actions.append(Unchanged(change, lane.context) if plan is None else Refuse(change, plan))
-        self._advance(lane, actions)
+        if not self._abandoned:
+            self._advance(lane, actions)
         return actions
 
     def created(self, create: Create) -> list[Action]:

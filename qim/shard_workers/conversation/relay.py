@@ -67,6 +67,7 @@ class _Bucket:
         "marks",
         "number",
         "retry",
+        "task",
         "timer",
         "trimmed",
     )
@@ -83,6 +84,7 @@ class _Bucket:
         self.retry = Backoff(
             initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
         )
+        self.task: asyncio.Task[object] | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.idle = asyncio.Event()
         """Set while the topic has everything that was handed over."""
@@ -133,12 +135,28 @@ class OutboxRelay:
     async def start(self, buckets: Iterable[int], on_relayed: OnRelayed) -> None:
         """Find where each bucket goes on and begin. StoreError when Redis or the broker does not answer."""
         self._on_relayed = on_relayed
-        numbers = list(buckets)
-        for number, resume in zip(numbers, await asyncio.gather(*map(self._resume_at, numbers)), strict=True):
-            bucket = _Bucket(number, LogFeed(resume, poll_interval_ms=self._poll_interval_ms))
-            self._buckets[number] = bucket
-            self._tasks.start(f"relay {number}", self._run(bucket))
+        await asyncio.gather(*map(self.open_bucket, buckets))
         self._tasks.start("relay trim", self._keep_trimming())
+
+    async def open_bucket(self, number: int) -> None:
+        """Find where a bucket goes on and begin; its fence is raised. StoreError as for `start`."""
+        resume = await self._resume_at(number)
+        self.drop_bucket(number)
+        bucket = self._buckets[number] = _Bucket(number, LogFeed(resume, poll_interval_ms=self._poll_interval_ms))
+        bucket.task = self._tasks.start(f"relay {number}", self._run(bucket))
+
+    async def close_bucket(self, number: int) -> None:
+        """Let go of a bucket once the topic has everything that was committed in it."""
+        bucket = self._buckets.get(number)
+        if bucket is not None:
+            await bucket.idle.wait()
+            self.drop_bucket(number)
+
+    def drop_bucket(self, number: int) -> None:
+        """Let go of a bucket at once: whoever writes it next goes on from the topic's tail."""
+        bucket = self._buckets.pop(number, None)
+        if bucket is not None and bucket.task is not None:
+            bucket.task.cancel()
 
     async def drain(self) -> None:
         """Until the topic has everything that was committed."""
@@ -150,7 +168,9 @@ class OutboxRelay:
 
     def offer(self, number: int, first_offset: int, records: list[bytes]) -> None:
         """Records a commit has just written, as they are stored."""
-        bucket = self._buckets[number]
+        bucket = self._buckets.get(number)
+        if bucket is None:
+            return
         if bucket.feed.offer_hint(first_offset, records, self._clock.monotonic_ms()):
             bucket.wake()
             return
@@ -223,7 +243,7 @@ class OutboxRelay:
         while True:
             await asyncio.sleep(self._trim_interval_ms / 1000)
             try:
-                for bucket in self._buckets.values():
+                for bucket in list(self._buckets.values()):
                     await self._trim(bucket)
             except StoreError as error:
                 log.warning("relay_trim_failed", error=error)

@@ -31,6 +31,7 @@ from qim.protocol.qim_pb2 import (
     SubmitSend,
 )
 from qim.registry.api import Grant, LeaseKind, RouteMap, ShardRegistry
+from qim.registry.keeper import LeaseKeeper
 from qim.registry.routes import RouteCache
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
@@ -70,18 +71,22 @@ log = get_logger(__name__)
 OPERATOR_DEFAULT: Final = "qim.admin"
 """Sender of a membership change whose caller names no operator."""
 STORE_FULL: Final = Refusal(ErrorCode.RATE_LIMITED, Detail.STORE_FULL, 2000.0, "store_full")
+CLOSE_POLL_S: Final = 0.005
+"""A bucket that is given back is empty after a commit call or two."""
 _FULL_STORE_ERRORS: Final = ("OOM", "MISCONF")
 _SEQ_TAG: Final = b"\x09"
 """Field 1 of OutboxRecord, fixed64: what the store puts in front."""
 
 
 class WriterRole:
-    """One instance of the writer pool; owns `buckets` from `start` to its end; `routes` is already started.
+    """One instance of the writer pool; `routes` is already started.
 
-    A commit that is Fenced ends the process through `on_failure`: another writer owns the bucket (R-19.2.1-2).
-    `is_full` says of a bucket that its instance has no room left: nothing new is taken then (DESIGN-data §1).
-    `outbox_retention` trims the embedded outbox, and refuses sends above its memory bound (§4).
-    `relay` is there when fan-out reads a broker's topic instead of the stream that commits write.
+    With `leases` it owns the buckets that are its share of the pool, each from `open_shard` to `close_shard` or
+    `drop_shard`; without, it takes `buckets` at its start and ends when another writer takes one. A commit that is
+    Fenced gives up its bucket, without a retry (R-19.2.1-2). `is_full` says of a bucket that its instance has no room
+    left: nothing new is taken then (DESIGN-data §1). `outbox_retention` trims the embedded outbox, and refuses sends
+    above its memory bound (§4). `relay` is there when fan-out reads a broker's topic instead of the stream that commits
+    write.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class WriterRole:
         is_full: Callable[[int], bool] = lambda bucket: False,
         relay: OutboxRelay | None = None,
         outbox_retention: OutboxRetention | None = None,
+        leases: LeaseKeeper | None = None,
     ) -> None:
         self._name = name
         self._buckets = tuple(buckets)
@@ -121,10 +127,14 @@ class WriterRole:
         self._encoder = RecordEncoder(key_ring, parameters)
         self._reader = GroupReader(store, membership, placement, parameters)
         self._creator = GroupCreator(membership, placement, parameters)
+        self._leases = leases
+        self._on_failure = on_failure
         self._machines: dict[int, BucketMachine] = {}
-        self._epochs: dict[int, int] = {}
+        self._closing: set[int] = set()
+        """Buckets that take nothing new."""
         self.retention = WriterRetention(
-            lambda: self._epochs, store, membership, outbox_retention, clock,
+            lambda: {bucket: machine.fencing_epoch for bucket, machine in self._machines.items()},
+            store, membership, outbox_retention, clock,
             WriterRetentionSettings(
                 interval_ms=parameters.retention_interval_ms,
                 history_retention_ms=parameters.default_history_retention_days * DAY_MS,
@@ -143,11 +153,12 @@ class WriterRole:
 
     async def start(self) -> None:
         """Be granted the buckets, raise their fences, learn their clocks, then serve."""
-        grant_id = secrets.token_hex(16)
-        grants = await self._registry.grant(LeaseKind.CONVERSATION_BUCKET, self._buckets, self._name, grant_id)
-        await asyncio.gather(*(self._open(grant) for grant in grants))
         if self._relay is not None:
-            await self._relay.start(self._buckets, self._hint_fanout)
+            await self._relay.start((), self._hint_fanout)
+        if self._leases is None:
+            grant_id = secrets.token_hex(16)
+            grants = await self._registry.grant(LeaseKind.CONVERSATION_BUCKET, self._buckets, self._name, grant_id)
+            await asyncio.gather(*(self.open_shard(grant) for grant in grants))
         self._backplane.on_request(InternalOpcode.SUBMIT_SEND, self._submit_send)
         self._backplane.on_request(InternalOpcode.SUBMIT_CREATE_GROUP, self._submit_create)
         self._backplane.on_request(InternalOpcode.SUBMIT_LEAVE_GROUP, self._submit_leave)
@@ -158,10 +169,14 @@ class WriterRole:
         self._link_fanout(self._routes.map)
         self._start("retention", self.retention.run())
         self._serving = True
-        log.info("writer_serving", role=self._name, count=len(grants))
+        if self._leases is not None:
+            self._leases.start(self)
+        log.info("writer_serving", role=self._name, count=len(self._machines))
 
     async def drain(self) -> None:
-        """Refuse what is new, answer what was accepted."""
+        """Refuse what is new, answer what was accepted, give the buckets back."""
+        if self._leases is not None:
+            await self._leases.leave()
         self._serving = False
         while self._unanswered:
             self._answered.clear()
@@ -172,19 +187,58 @@ class WriterRole:
     async def stop(self) -> None:
         """Cancel what is under way: the store has committed it or not, retries find out."""
         self._serving = False
+        if self._leases is not None:
+            await self._leases.close()
         await self._tasks.close()
         if self._relay is not None:
             await self._relay.stop()
 
     def ready(self) -> bool:
-        return self._serving and not any(map(self._has_no_room, self._buckets))
+        settled = self._leases is None or self._leases.settled()
+        return self._serving and settled and not any(map(self._has_no_room, self._machines))
 
-    async def _open(self, grant: Grant) -> None:
-        state = await self._store.open_bucket(grant.shard_id, grant.epoch, grant.grant_id)
-        clock = HybridClock(writer_id=grant.shard_id, regression_reject_ms=self._parameters.clock_regression_reject_ms)
+    # --------------------------------------------------------------------------------------------------- buckets
+
+    async def open_shard(self, grant: Grant) -> None:
+        """Raise the fence of a bucket, learn its clock, serve it. Fenced when a greater epoch is stored."""
+        bucket = grant.shard_id
+        state = await self._store.open_bucket(bucket, grant.epoch, grant.grant_id)
+        clock = HybridClock(writer_id=bucket, regression_reject_ms=self._parameters.clock_regression_reject_ms)
         clock.observe(state.last_message_id)
-        self._epochs[grant.shard_id] = grant.epoch
-        self._machines[grant.shard_id] = BucketMachine(grant.shard_id, clock, self._admission, self._parameters)
+        if self._relay is not None:
+            await self._relay.open_bucket(bucket)
+        self._machines[bucket] = BucketMachine(
+            bucket, clock, self._admission, self._parameters, fencing_epoch=grant.epoch
+        )
+
+    async def close_shard(self, shard_id: int) -> None:
+        """Answer what was accepted for the bucket; what comes meanwhile is told to come back."""
+        machine = self._machines[shard_id]
+        self._closing.add(shard_id)
+        try:
+            while not machine.is_idle():
+                await asyncio.sleep(CLOSE_POLL_S)
+            if self._relay is not None:
+                await self._relay.close_bucket(shard_id)
+        finally:
+            self._closing.discard(shard_id)
+        self._machines.pop(shard_id, None)
+
+    def drop_shard(self, shard_id: int) -> None:
+        """Commit nothing more in the bucket; the requests that wait for it are told to come back."""
+        machine = self._machines.pop(shard_id, None)
+        if self._relay is not None:
+            self._relay.drop_bucket(shard_id)
+        if machine is not None:
+            self._perform(machine, machine.abandon())
+
+    def _fenced(self, machine: BucketMachine, error: Fenced) -> None:
+        """Another writer owns the bucket."""
+        if self._leases is None:
+            metrics.FENCED_TOTAL.labels(kind=LeaseKind.CONVERSATION_BUCKET).inc()
+            self._on_failure(f"{self._name} bucket {machine.bucket}", error)
+        elif self._machines.get(machine.bucket) is machine:
+            self._leases.fenced(machine.bucket, machine.fencing_epoch)
 
     def _link_fanout(self, routes: RouteMap) -> None:
         """Keep a link to every fan-out worker."""
@@ -259,7 +313,7 @@ class WriterRole:
         self._unanswered += 1
         bucket = conversation_bucket(submission.tenant_id, submission.conversation_id, self._bucket_count)
         machine = self._machines.get(bucket)
-        if refused is None and (machine is None or not self._serving):
+        if refused is None and (machine is None or not self._serving or bucket in self._closing):
             refused = self._failover
         if refused is None and self._has_no_room(bucket):
             refused = STORE_FULL
@@ -366,8 +420,7 @@ class WriterRole:
     # ---------------------------------------------------------------------------------------------- store calls
 
     async def _commit(self, machine: BucketMachine, submissions: Sequence[Send | Change]) -> None:
-        bucket = machine.bucket
-        epoch = self._epochs[bucket]
+        bucket, epoch = machine.bucket, machine.fencing_epoch
         unix_ms = self._clock.unix_ms()
         requests = [
             self._encoder.send(submission, epoch, unix_ms)
@@ -379,9 +432,9 @@ class WriterRole:
         started_ms = self._clock.monotonic_ms()
         try:
             outcomes = await self._store.commit(bucket, epoch, requests)
-        except Fenced:
-            metrics.FENCED_TOTAL.labels(kind=LeaseKind.CONVERSATION_BUCKET).inc()
-            raise
+        except Fenced as error:
+            self._fenced(machine, error)
+            actions = machine.commit_refused(self._failover)
         except StoreUnavailable as error:
             log.warning("commit_unknown", bucket=bucket, count=len(requests), error=error)
             actions = machine.commit_unknown(self._clock.monotonic_ms())
@@ -446,8 +499,7 @@ class WriterRole:
             self._refuse(send, Refusal(ErrorCode.PERMISSION_DENIED, Detail.CLIENT_MESSAGE_ID_REUSED))
 
     async def _create(self, machine: BucketMachine, create: Create) -> None:
-        bucket = machine.bucket
-        epoch = self._epochs[bucket]
+        bucket, epoch = machine.bucket, machine.fencing_epoch
 
         def announce() -> Announcement:
             unix_ms = self._clock.unix_ms()
@@ -456,9 +508,9 @@ class WriterRole:
 
         try:
             refused, offset, outbox = await self._creator.create(create, bucket, epoch, announce)
-        except Fenced:
-            metrics.FENCED_TOTAL.labels(kind=LeaseKind.CONVERSATION_BUCKET).inc()
-            raise
+        except Fenced as error:
+            self._fenced(machine, error)
+            self._refuse(create, self._failover)
         except ClockUnsafe:
             self._refuse(create, Refusal(ErrorCode.CLOCK_UNSAFE, "", self._failover.retry_after_ms))
         except StoreError as error:

@@ -17,7 +17,8 @@ from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import LagReport, LogHint, OutboxRecord
-from qim.registry.api import LeaseKind, ShardRegistry
+from qim.registry.api import Grant, LeaseKind, ShardRegistry
+from qim.registry.keeper import LeaseKeeper
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
@@ -52,10 +53,13 @@ class FanoutSettings:
 class _Partition:
     """Runtime of one outbox partition."""
 
-    __slots__ = ("_wake", "epoch", "idle", "lag_seconds", "machine", "number", "retry", "timer")
+    __slots__ = ("_wake", "closing", "epoch", "idle", "lag_seconds", "machine", "number", "retry", "task", "timer")
 
     def __init__(self, number: int, epoch: int, machine: PartitionMachine) -> None:
         self.number = number
+        self.closing = False
+        """Nothing new is read."""
+        self.task: asyncio.Task[object] | None = None
         self.epoch = epoch
         self.machine = machine
         self.retry = Backoff(
@@ -86,7 +90,8 @@ class _Partition:
 
 
 class FanoutRole:
-    """Role "fanout-<i>": owns the outbox partitions with number mod pool_size = index."""
+    """Role "fanout-<i>": owns the outbox partitions that are its share of the pool, as `leases` says; without `leases`
+    those with number mod pool_size = index, from its start to its end."""
 
     def __init__(
         self,
@@ -103,8 +108,10 @@ class FanoutRole:
         backplane: Backplane,
         clock: Clock,
         on_failure: FailureHandler,
+        leases: LeaseKeeper | None = None,
     ) -> None:
         self.name = name
+        self._leases = leases
         self._numbers = [n for n in range(settings.conversation_bucket_count) if n % pool_size == index]
         self._settings = settings
         self._registry = registry
@@ -119,46 +126,84 @@ class FanoutRole:
         self._tasks = TaskSet(self._failed)
         self._partitions: dict[int, _Partition] = {}
         self._indexes: OrderedDict[tuple[str, str, int], ShardTargets] = OrderedDict()
-        self._draining = False
         self._ready = False
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
     async def start(self) -> None:
         """Grant the partitions, take their checkpoints, begin. StoreError when registry or core do not answer."""
-        grant_id = secrets.token_hex(8)
-        grants = await self._registry.grant(LeaseKind.OUTBOX_PARTITION, self._numbers, self.name, grant_id)
+        grants: list[Grant] = []
+        if self._leases is None:
+            grant_id = secrets.token_hex(8)
+            grants = await self._registry.grant(LeaseKind.OUTBOX_PARTITION, self._numbers, self.name, grant_id)
         await self._owners.refresh()
-        positions = await asyncio.gather(
-            *(self._checkpoints.open_partition(grant.shard_id, grant.epoch, grant.grant_id) for grant in grants)
-        )
-        now_ms = self._clock.monotonic_ms()
-        for grant, next_offset in zip(grants, positions, strict=True):
-            machine = PartitionMachine(next_offset, poll_interval_ms=self._settings.poll_interval_ms, now_ms=now_ms)
-            self._partitions[grant.shard_id] = _Partition(grant.shard_id, grant.epoch, machine)
         self._backplane.on_notice(InternalOpcode.OUTBOX_HINT, self._on_hint)
-        for partition in self._partitions.values():
-            self._tasks.start(f"{self.name} partition {partition.number}", self._run(partition))
+        await asyncio.gather(*(self.open_shard(grant) for grant in grants))
         self._tasks.start(f"{self.name} routes", self._owners.keep_fresh())
         self._tasks.start(f"{self.name} report", self._report_lag())
         self._ready = True
+        if self._leases is not None:
+            self._leases.start(self)
         log.info("fanout_started", role=self.name, count=len(self._partitions))
 
     async def drain(self) -> None:
-        """Dispatch what has arrived, then save every checkpoint."""
-        self._draining = True
+        """Dispatch what has arrived, save every checkpoint, give the partitions back."""
+        if self._leases is not None:
+            await self._leases.leave()
         for partition in self._partitions.values():
-            machine = partition.machine
-            await partition.idle.wait()
-            if machine.durable != machine.saved:
-                await self._checkpoints.save(partition.number, partition.epoch, machine.durable)
+            await self._finish(partition)
 
     async def stop(self) -> None:
         self._ready = False
+        if self._leases is not None:
+            await self._leases.close()
         await self._tasks.close()
 
     def ready(self) -> bool:
-        return self._ready
+        return self._ready and (self._leases is None or self._leases.settled())
+
+    # ----------------------------------------------------------------------------------------------------- partitions
+
+    async def open_shard(self, grant: Grant) -> None:
+        """Take the checkpoint of a partition and dispatch from there. Fenced when a greater epoch is stored."""
+        number = grant.shard_id
+        next_offset = await self._checkpoints.open_partition(number, grant.epoch, grant.grant_id)
+        now_ms = self._clock.monotonic_ms()
+        machine = PartitionMachine(next_offset, poll_interval_ms=self._settings.poll_interval_ms, now_ms=now_ms)
+        partition = self._partitions[number] = _Partition(number, grant.epoch, machine)
+        partition.task = self._tasks.start(f"{self.name} partition {number}", self._serve(partition))
+
+    async def close_shard(self, shard_id: int) -> None:
+        """Dispatch what has arrived and save the checkpoint; the rest is the next owner's."""
+        await self._finish(self._partitions[shard_id])
+        self.drop_shard(shard_id)
+
+    def drop_shard(self, shard_id: int) -> None:
+        """Dispatch nothing more; a call in flight is refused by its epoch or is harmless."""
+        partition = self._partitions.pop(shard_id, None)
+        if partition is None:
+            return
+        if partition.timer is not None:
+            partition.timer.cancel()
+        if partition.task is not None and partition.task is not asyncio.current_task():
+            partition.task.cancel()
+        metrics.OUTBOX_LAG_SECONDS.labels(partition=shard_id).set(0)
+
+    async def _finish(self, partition: _Partition) -> None:
+        partition.closing = True
+        machine = partition.machine
+        await partition.idle.wait()
+        if machine.durable != machine.saved:
+            await self._checkpoints.save(partition.number, partition.epoch, machine.durable)
+
+    async def _serve(self, partition: _Partition) -> None:
+        try:
+            await self._run(partition)
+        except Fenced:
+            if self._leases is None:
+                raise
+            if self._partitions.get(partition.number) is partition:
+                self._leases.fenced(partition.number, partition.epoch)
 
     def _failed(self, task: str, error: BaseException) -> None:
         self._ready = False
@@ -171,7 +216,7 @@ class FanoutRole:
     def _on_hint(self, peer: str, body: bytes) -> None:
         hint = LogHint.FromString(body)
         partition = self._partitions.get(hint.partition)
-        if partition is None or self._draining:
+        if partition is None or partition.closing:
             return
         if partition.machine.feed.offer_hint(hint.first_offset, hint.records, self._clock.monotonic_ms()):
             partition.wake()
@@ -194,7 +239,7 @@ class FanoutRole:
                 if batch:
                     await self._dispatch(partition, batch)
                     machine.dispatched()
-                elif machine.feed.read_due_in_ms(self._clock.monotonic_ms()) <= 0 and not self._draining:
+                elif machine.feed.read_due_in_ms(self._clock.monotonic_ms()) <= 0 and not partition.closing:
                     await self._read(partition)
                 await self._save_checkpoint(partition)
                 partition.retry.reset()
@@ -207,11 +252,12 @@ class FanoutRole:
                 await asyncio.sleep(delay_ms / 1000)
                 continue
             if not machine.feed.ready:
-                await partition.wait(self._idle_ms(machine))
+                await partition.wait(self._idle_ms(partition))
 
-    def _idle_ms(self, machine: PartitionMachine) -> float:
+    def _idle_ms(self, partition: _Partition) -> float:
         """Until the next read or checkpoint."""
-        if self._draining:
+        machine = partition.machine
+        if partition.closing:
             return self._settings.poll_interval_ms
         due_ms = machine.feed.read_due_in_ms(self._clock.monotonic_ms())
         if machine.durable != machine.saved:

@@ -80,6 +80,12 @@ class CallScheduler:
                 waiting.set_result(None)
                 break
 
+    def forget(self, shard: ShardRunner) -> None:
+        """The shard is not of this process any more: its turn goes to whoever serves the id next."""
+        for queue in (self._hurried, self._others):
+            if shard in queue:
+                queue.remove(shard)
+
     def _take_batch(self) -> tuple[list[tuple[ShardRunner, PlannedCall]], bool]:
         """(calls, full?): one of each shard whose turn it is, until half a full call is reached: at most one and a half
         together."""
@@ -109,8 +115,9 @@ class CallScheduler:
         metrics.MAILBOX_WRITES_TOTAL.inc()
         try:
             result = await self._store.append(call.append)
-        except Fenced:
-            raise
+        except Fenced as error:
+            shard.call_fenced(error)
+            return
         except StoreError as error:
             metrics.MAILBOX_WRITE_FAILURES_TOTAL.inc()
             shard.call_failed(call, error)

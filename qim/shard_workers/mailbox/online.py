@@ -103,6 +103,11 @@ class OnlineIndex:
     def of_gateway(self, gateway: str) -> list[OnlineDevice]:
         return [device for device in self.all() if device.gateway == gateway]
 
+    def forget_shard(self, shard: int) -> None:
+        """Another MailboxNode owns the shard."""
+        for device in self.of_shard(shard):
+            self.close(device.tenant_id, device.user_id, device.gateway, device.connection_id)
+
     def reconcile(self, present: Iterable[OnlineDevice], shards: frozenset[int]) -> tuple[int, list[OnlineDevice]]:
         """Compare the devices of some shards with what the presence tables hold; the number of differences found, and
         the devices that were missing.

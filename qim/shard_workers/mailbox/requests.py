@@ -74,7 +74,6 @@ class GatewayRequests:
         cursor_key: Secret[bytes],
         on_gateway: Callable[[str], None],
         on_missed: Callable[[Sequence[OnlineDevice]], None],
-        on_fenced: Callable[[str, BaseException], None],
     ) -> None:
         self._shards = shards
         self._store = store
@@ -88,7 +87,6 @@ class GatewayRequests:
         self._cursor_key = cursor_key
         self._on_gateway = on_gateway
         self._on_missed = on_missed
-        self._on_fenced = on_fenced
         self._pulls = asyncio.Semaphore(PULLS_AT_ONCE)
 
     def device_of(
@@ -258,7 +256,7 @@ class GatewayRequests:
         try:
             reply = await work
         except Fenced as error:
-            self._on_fenced(f"mailbox shard {runner.shard}", error)
+            runner.fenced(error)
             return None
         except StaleInstance as error:
             runner.doubt(str(error))

@@ -19,6 +19,7 @@ from qim.presence.layout import PresenceEntry
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import LagReport, LogHint
 from qim.registry.api import Grant, LeaseKind, ShardRegistry
+from qim.registry.keeper import LeaseKeeper
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.shard_workers.log_retention import LogRetention
@@ -80,7 +81,8 @@ class MailboxStores:
 
 
 class MailboxRole:
-    """Role "mailbox-<i>": owns the mailbox shards with id mod pool_size = index."""
+    """Role "mailbox-<i>": owns the mailbox shards that are its share of the pool, as `leases` says; without `leases`
+    those with id mod pool_size = index, from its start to its end."""
 
     def __init__(
         self,
@@ -98,6 +100,7 @@ class MailboxRole:
         present: PresentConnections = lambda: (),
         chunk_gate: ChunkGate | None = None,
         log_retention: LogRetention | None = None,
+        leases: LeaseKeeper | None = None,
     ) -> None:
         """`gateways` of the topology; `instance_of` names the mailbox instance of a shard; `present` reads the presence
         tables; `chunk_gate` holds chunks back in tests; `log_retention` trims the dispatch log, None if a broker does.
@@ -121,10 +124,15 @@ class MailboxRole:
         self._bodies = BodyReader(
             stores.messages, stores.cipher, clock, retention_days=settings.default_history_retention_days
         )
+        self._leases = leases
         self._shards: dict[int, ShardRunner] = {}
         self.retention = MailboxRetention(
             self._shards, stores.mailbox, log_retention, clock, settings.retention, random_unit=random.random
         )
+        self._running: dict[int, asyncio.Task[object]] = {}
+        self._calls: dict[str, CallScheduler] = {}
+        self._recent = RecentEvents()
+        self._services = self._make_services()
         self._requests = self._make_requests()
         self._stalled: set[tuple[int, int]] = set()
         self._draining = False
@@ -146,18 +154,17 @@ class MailboxRole:
             cursor_key=stores.cursor_key,
             on_gateway=self._know_gateway,
             on_missed=self._mark_dirty,
-            on_fenced=self._failed,
         )
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
     async def start(self) -> None:
-        """Grant the shards and begin to take them over. StoreError when the registry does not answer."""
-        grant_id = secrets.token_hex(8)
-        kind = LeaseKind.MAILBOX_SHARD
-        grants = await self._stores.registry.grant(kind, self._numbers, self.name, grant_id)
+        """Begin to take the shards over. StoreError when the registry does not answer."""
+        grants: list[Grant] = []
+        if self._leases is None:
+            kind, grant_id = LeaseKind.MAILBOX_SHARD, secrets.token_hex(8)
+            grants = await self._stores.registry.grant(kind, self._numbers, self.name, grant_id)
         await self._owners.refresh()
-        self._make_shards(grants)
         self._backplane.on_link(self._on_link)
         self._backplane.on_notice(InternalOpcode.DISPATCH_HINT, self._on_hint)
         self._backplane.on_notice(InternalOpcode.CLOSE_SESSION, self._requests.close_session)
@@ -168,8 +175,8 @@ class MailboxRole:
         self._backplane.on_request(InternalOpcode.SESSION_LIST_PULL, self._requests.pull_session_list)
         for gateway in self._gateways:
             self._know_gateway(gateway)
-        for runner in self._shards.values():
-            self._tasks.start(f"{self.name} shard {runner.shard}", runner.run())
+        for grant in grants:
+            await self.open_shard(grant)
         self._tasks.start(f"{self.name} routes", self._owners.keep_fresh())
         self._tasks.start(f"{self.name} report", self._report())
         self._tasks.start(f"{self.name} presence", self._keep_reconciling())
@@ -177,9 +184,11 @@ class MailboxRole:
         if self._chunk_gate is not None:
             self._tasks.start(f"{self.name} gate", self._poll_gate())
         self._ready = True
+        if self._leases is not None:
+            self._leases.start(self)
         log.info("mailbox_started", role=self.name, count=len(self._shards))
 
-    def _make_shards(self, grants: Sequence[Grant]) -> None:
+    def _make_services(self) -> ShardServices:
         settings, stores = self._settings, self._stores
         pushes = PushPump(
             self._backplane,
@@ -190,7 +199,7 @@ class MailboxRole:
             on_missed=lambda devices: self._dirty.mark(devices, self._clock.monotonic_ms()),
             on_gateway_missed=self._dirty.gateway_missed,
         )
-        services = ShardServices(
+        return ShardServices(
             store=stores.mailbox,
             dispatch_log=stores.dispatch_log,
             registry=stores.registry,
@@ -203,51 +212,92 @@ class MailboxRole:
             poll_interval_ms=settings.poll_interval_ms,
             chunk_gate=self._chunk_gate,
             on_lanes_missed=self._on_lanes_missed,
+            on_fenced=self._shard_fenced,
             on_appended=self.retention.sampler.appended,
         )
-        calls: dict[str, CallScheduler] = {}
-        recent = RecentEvents()
-        for grant in grants:
-            instance = self._instance_of(grant.shard_id)
-            if instance not in calls:
-                scheduler = calls[instance] = CallScheduler(
-                    stores.mailbox, self._clock, entries_max=settings.append_entries_max
-                )
-                for slot in range(settings.append_calls_in_flight_max):
-                    self._tasks.start(f"{self.name} append {instance}#{slot}", scheduler.run_slot())
-            machine = ShardMachine(
-                grant.shard_id,
-                grant.epoch,
-                lane_count=settings.lane_count,
-                chunk_size=settings.append_chunk_members,
-                entries_max=settings.append_entries_max,
-                recent=recent,
-            )
-            self._shards[grant.shard_id] = ShardRunner(grant, machine, calls[instance], services)
 
     async def drain(self) -> None:
-        """Take no more records and finish the calls in flight; what is not materialized stays in the log."""
+        """Take no more records, finish the calls in flight, give the shards back; what is not materialized stays in
+        the log."""
+        if self._leases is not None:
+            await self._leases.leave()
         self._draining = True
         for runner in self._shards.values():
             await runner.drained()
 
     async def stop(self) -> None:
         self._ready = False
+        if self._leases is not None:
+            await self._leases.close()
         await self._tasks.close()
 
     def shard_ids(self) -> list[int]:
-        """Mailbox shards of this role."""
-        return list(self._numbers)
+        """Mailbox shards that are here now."""
+        return list(self._shards)
 
     def ready(self) -> bool:
         """True once every shard serves its lanes."""
-        return self._ready and all(runner.caught_up() for runner in self._shards.values())
+        settled = self._leases is None or self._leases.settled()
+        return self._ready and settled and all(runner.caught_up() for runner in self._shards.values())
 
     def _failed(self, task: str, error: BaseException) -> None:
         self._ready = False
-        if isinstance(error, Fenced):
-            metrics.FENCED_TOTAL.labels(kind="mailbox").inc()
         self._on_failure(task, error)
+
+    # -------------------------------------------------------------------------------------------------------- shards
+
+    async def open_shard(self, grant: Grant) -> None:
+        """Begin to take the shard over, in the order of DESIGN-data §6; its lanes are served as they catch up."""
+        settings = self._settings
+        machine = ShardMachine(
+            grant.shard_id,
+            grant.epoch,
+            lane_count=settings.lane_count,
+            chunk_size=settings.append_chunk_members,
+            entries_max=settings.append_entries_max,
+            recent=self._recent,
+        )
+        runner = ShardRunner(grant, machine, self._calls_to(self._instance_of(grant.shard_id)), self._services)
+        self._shards[grant.shard_id] = runner
+        self._running[grant.shard_id] = self._tasks.start(f"{self.name} shard {grant.shard_id}", runner.run())
+
+    async def close_shard(self, shard_id: int) -> None:
+        """Finish the calls in flight and push what they covered; the rest is the next owner's."""
+        await self._shards[shard_id].drained()
+        self.drop_shard(shard_id)
+
+    def drop_shard(self, shard_id: int) -> None:
+        """Serve and send nothing of the shard any more."""
+        runner = self._shards.pop(shard_id, None)
+        if runner is None:
+            return
+        runner.end()
+        running = self._running.pop(shard_id)
+        if running is not asyncio.current_task():
+            running.cancel()
+        self._index.forget_shard(shard_id)
+        metrics.LANE_WATERMARK_SKEW_SEQ.labels(shard=shard_id).set(0)
+        metrics.LANE_REFUSED.labels(shard=shard_id).set(0)
+
+    def _shard_fenced(self, shard_id: int, epoch: int, error: Fenced) -> None:
+        """Another MailboxNode owns the shard: it goes, the others stay."""
+        if self._leases is not None:
+            self._leases.fenced(shard_id, epoch)
+            return
+        metrics.FENCED_TOTAL.labels(kind=LeaseKind.MAILBOX_SHARD).inc()
+        self._failed(f"mailbox shard {shard_id}", error)
+
+    def _calls_to(self, instance: str) -> CallScheduler:
+        settings = self._settings
+        scheduler = self._calls.get(instance)
+        if scheduler is None:
+            entries_max = settings.append_entries_max
+            scheduler = self._calls[instance] = CallScheduler(
+                self._stores.mailbox, self._clock, entries_max=entries_max
+            )
+            for slot in range(settings.append_calls_in_flight_max):
+                self._tasks.start(f"{self.name} append {instance}#{slot}", scheduler.run_slot())
+        return scheduler
 
     # ------------------------------------------------------------------------------------------------------ gateways
 
@@ -317,10 +367,10 @@ class MailboxRole:
         """Each 100 ms: due MAILBOX_DIRTY marks, the lag of every lane to the writers; each second stalled lanes."""
         interval_ms = min(self._settings.lag_report_interval_ms, TICK_MS)
         observe_at_ms = 0.0
-        epochs = {shard: runner.machine.shard_epoch for shard, runner in self._shards.items()}
         while True:
             await asyncio.sleep(interval_ms / 1000)
             now_ms = self._clock.monotonic_ms()
+            epochs = {shard: runner.machine.shard_epoch for shard, runner in self._shards.items()}
             self._dirty.tick(now_ms, epochs)
             report = self._lag_report(now_ms).SerializeToString()
             for writer in self._owners.owners(LeaseKind.CONVERSATION_BUCKET):

@@ -57,6 +57,8 @@ class ShardServices:
     chunk_gate: ChunkGate | None
     on_lanes_missed: Callable[[int, Sequence[int] | None], None]
     """(shard, lanes or all): their online devices may have missed a push."""
+    on_fenced: Callable[[int, int, Fenced], None]
+    """(shard, epoch, error): a store or the registry has a greater epoch."""
     on_appended: Callable[[int, Sequence[ChunkAppend]], None] = lambda shard, items: None
     """Entries of a shard were written."""
 
@@ -76,6 +78,7 @@ class ShardRunner:
         """Memory is what `_restore` left and answered calls made of it."""
         self._announced = False
         self._draining = False
+        self._ended = False
         self._quiet = asyncio.Event()
         """Set while no call is in flight."""
         self._quiet.set()
@@ -118,11 +121,33 @@ class ShardRunner:
         self._settled = False
         self._wake_up()
 
+    def fenced(self, error: Fenced) -> None:
+        """Somebody else owns the shard."""
+        if not self._ended:
+            self._services.on_fenced(self.shard, self._grant.epoch, error)
+
+    def end(self) -> None:
+        """Serve and send nothing any more; what is in flight is refused by its epoch or is harmless."""
+        self._ended = True
+        self._draining = True
+        self._settled = False
+        self._calls.forget(self)
+        self._quiet.set()
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+        self._wake_up()
+
     # ------------------------------------------------------------------------------------------------------------ loop
 
     async def run(self) -> None:
-        """Own the shard for ever. Fenced when somebody else does."""
-        while True:
+        """Own the shard until `end` or until somebody else does."""
+        try:
+            await self._run()
+        except Fenced as error:
+            self.fenced(error)
+
+    async def _run(self) -> None:
+        while not self._ended:
             try:
                 if self._settled and not self._services.store.is_loaded(self.shard):
                     self.doubt("another connection")
@@ -201,7 +226,7 @@ class ShardRunner:
         retry = Backoff(
             initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
         )
-        while incarnation == self.machine.incarnation:
+        while incarnation == self.machine.incarnation and not self._ended:
             try:
                 members = await self._services.members.load(dispatch)
             except StoreError as error:
@@ -271,6 +296,10 @@ class ShardRunner:
         if self._feed.read_due_in_ms(self._now_ms()) <= 0:
             self._wake_up()
 
+    def call_fenced(self, error: Fenced) -> None:
+        """The store has a greater epoch: nothing of the call happened."""
+        self.fenced(error)
+
     def call_failed(self, call: PlannedCall, error: StoreError) -> None:
         """The call may have happened."""
         if call.incarnation == self.machine.incarnation:
@@ -300,7 +329,7 @@ class ShardRunner:
                 raise StoreError(f"mailbox shard {shard}: C moved to {again.fold_offset} while its progress was read")
         ahead = self.machine.restore(state, progress, high, self._now_ms())
         self._feed = LogFeed(self.machine.next_offset, poll_interval_ms=services.poll_interval_ms)
-        self._settled = True
+        self._settled = not self._ended
         if ahead:
             services.on_lanes_missed(shard, ahead)
         log.info("shard_restored", mailbox_shard=shard, shard_epoch=epoch, first_offset=self.machine.next_offset,

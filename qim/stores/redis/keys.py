@@ -113,12 +113,22 @@ def group_index(bucket: int, tenant_id: str, group_id: str) -> str:
 
 
 def registry_leases(kind: str) -> str:
-    """Hash id -> "<epoch> <owner> <grant id>" of one kind of lease."""
+    """Hash id -> "<epoch> <owner> <grant id>" of one kind of lease; owner and grant id are "-" when nobody has it."""
     return f"reg:lease:{kind}"
 
 
+def registry_beats(kind: str) -> str:
+    """Hash grant id -> "<last beat, unix ms of the server> <owner> <process>" of one pool."""
+    return f"reg:beat:{kind}"
+
+
+def registry_pins(kind: str) -> str:
+    """Hash id -> the member an operator wants it at."""
+    return f"reg:pin:{kind}"
+
+
 REGISTRY_VERSION: Final = "reg:version"
-"""Version of the route map; rises with every grant."""
+"""Version of the route map; rises with every grant, release, pin, and with members that come or leave."""
 REGISTRY_CLUSTER: Final = "reg:cluster"
 """Hash of immutable cluster facts, written once."""
 

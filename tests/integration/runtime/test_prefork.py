@@ -58,6 +58,7 @@ def _node(
     servers: tuple[RedisServer, ...] = (),
     drain_timeout_ms: int = 5000,
     on_ready: Callable[[], None] = lambda: None,
+    on_worker_died: Callable[[str, float], None] = lambda name, delay_ms: None,
 ) -> Callable[[], Supervisor]:
     def build() -> Supervisor:
         return Supervisor(
@@ -65,6 +66,7 @@ def _node(
             servers=servers,
             options=SupervisorOptions(state_file=run_dir / "state.json", drain_timeout_ms=drain_timeout_ms),
             on_ready=on_ready,
+            on_worker_died=on_worker_died,
         )
 
     return build
@@ -115,6 +117,22 @@ def test_a_killed_worker_is_replaced(run_dir: Path) -> None:
         assert node.process("worker-0")["restarts"] == 1
         assert node.process("worker-1")["pid"] == other
         assert node.stop() == 0
+
+
+def test_a_death_is_told_when_it_is_proven_and_before_the_restart(run_dir: Path) -> None:
+    told = run_dir / "told"
+
+    def died(name: str, delay_ms: float) -> None:
+        told.write_text(f"{name} {delay_ms < 1000}")
+
+    with supervised(_node(run_dir, _serve, on_worker_died=died), run_dir / "state.json") as node:
+        node.wait_ready()
+        node.kill("worker-0")
+        assert told.read_text() == "worker-0 True"
+        told.unlink()
+        node.wait_ready()
+        assert node.stop() == 0
+        assert not told.exists(), "a stop is no death"
 
 
 def test_a_crashing_worker_is_retried_with_backoff(run_dir: Path) -> None:

@@ -70,3 +70,12 @@ def test_what_cannot_be_is_refused_in_one_line(bad: dict[str, object]) -> None:
     with pytest.raises(StartupError) as caught:
         replace(SETTINGS, **bad).checked()  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_workers_that_join_have_numbers_of_their_own_and_no_admin_plane(tmp_path: Path) -> None:
+    joined = NodeSettings(data_dir=tmp_path, pools=PoolSizes(0, 2, 1, 1), apart=False, first_index=64)
+    assert [process.name for process in joined.processes()] == ["core-64", "core-65"]
+    assert joined.processes()[0].roles == ("writer-64", "fanout-64", "mailbox-64")
+    assert [joined.is_ours(owner) for owner in ("writer-63", "writer-64", "mailbox-127", "fanout-128")] == [
+        False, True, True, False,
+    ]  # fmt: skip

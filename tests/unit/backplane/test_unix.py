@@ -251,3 +251,19 @@ async def test_one_handler_per_opcode(pair: Pair) -> None:
         pair.core.plane.on_notice(NOTICE, lambda peer, body: None)
     with pytest.raises(ValueError, match="handler"):
         pair.core.plane.on_request(REQUEST, pair.core._answer)
+
+
+async def test_a_role_that_joins_later_is_reached_once_its_process_is_known(pair: Pair) -> None:
+    gateway = pair.gateway
+    gateway.plane.connect("writer-64")
+    assert not gateway.plane.notify("writer-64", NOTICE, b"early")
+    late = UnixBackplane("core-64", ("writer-64",), {}, run_dir=pair.run_dir, clock=SystemClock(), on_failure=fail)
+    heard: list[bytes] = []
+    late.on_notice(NOTICE, lambda peer, body: heard.append(body))
+    await late.start()
+    gateway.plane.learn({"writer-64": "core-64", "writer-0": "elsewhere"})
+    await until(lambda: ("writer-64", True) in gateway.links)
+    assert gateway.plane.notify("writer-64", NOTICE, b"hello")
+    await until(lambda: heard == [b"hello"])
+    await late.close()
+    assert gateway.plane.process_name == "gateway-0"

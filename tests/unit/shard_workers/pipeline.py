@@ -213,6 +213,7 @@ class Pipeline:
             clock=self.clock,
             on_failure=self._failed,
         )  # fmt: skip
+        self.prepared(role)
         await role.start()
         self.roles[name] = role
         return role
@@ -243,9 +244,13 @@ class Pipeline:
             present=lambda: self.present,
             chunk_gate=self.chunk_gate,
         )  # fmt: skip
+        self.prepared(role)
         await role.start()
         self.roles[name] = role
         return role
+
+    def prepared(self, role: FanoutRole | MailboxRole) -> None:
+        """Called before a role starts."""
 
     async def kill(self, name: str) -> None:
         """The role is gone without a word."""

@@ -1,9 +1,10 @@
--- Purpose: one consistent snapshot of all leases.
--- KEYS: 1 version of the route map, then one hash id -> "<epoch> <owner> <grant id>" per kind
+-- Purpose: one consistent snapshot of all leases and of the processes that host the members of the pools.
+-- KEYS: 1 version of the route map, then per pool: hash id -> "<epoch> <owner> <grant id>" and
+--   hash grant id -> "<last beat> <owner> <process>"
 -- ARGV: none
--- RETURN: {version, {id, lease, id, lease, ...} per kind}
+-- RETURN: {version, {id, lease, id, lease, ...}, {grant id, beat, ...}, the same of the next pool, ...}
 -- Atomicity: one step, reads only.
--- Complexity: O(leases).
+-- Complexity: O(leases + members).
 
 local reply = {tonumber(redis.call('GET', KEYS[1]) or 0)}
 for i = 2, #KEYS do

@@ -59,6 +59,9 @@ class FakeShard:
         append = AppendCall(shard=self.shard, shard_epoch=1, tenant_items=[self.item], watermarks=None)
         return PlannedCall(append, [], 1, 0)
 
+    def call_fenced(self, error: Fenced) -> None:
+        self.events.append("fenced")
+
     def call_answered(self, call: PlannedCall, result: AppendResult) -> None:
         self.events.append(result.status.value)
 
@@ -184,11 +187,32 @@ async def test_a_failed_call_is_told_and_the_slot_lives_on() -> None:
     await stop(tasks)
 
 
-async def test_a_fenced_call_ends_the_slot() -> None:
+async def test_a_fenced_call_ends_its_shard_alone() -> None:
     store = SlowStore()
     scheduler, tasks = start(store, slots=1)
-    scheduler.want(cast(ShardRunner, FakeShard(1, 1)))
+    fenced, other = FakeShard(1, 1), FakeShard(2, 1)
+    scheduler.want(cast(ShardRunner, fenced))
     await rest()
     store.waiting.pop()[1].set_exception(Fenced("replaced"))
     await rest()
-    assert isinstance(tasks[0].exception(), Fenced)
+    assert fenced.events == ["fenced"]
+    scheduler.want(cast(ShardRunner, other))
+    await rest()
+    store.answer()
+    await rest()
+    assert other.events == ["ok"]
+    tasks[0].cancel()
+
+
+async def test_the_turn_of_a_shard_that_went_is_not_in_the_way_of_its_next_life() -> None:
+    store = SlowStore()
+    scheduler, tasks = start(store, slots=1)
+    first, second = FakeShard(1, 1), FakeShard(1, 1)
+    scheduler.want(cast(ShardRunner, first))
+    scheduler.forget(cast(ShardRunner, first))
+    scheduler.want(cast(ShardRunner, second))
+    await rest()
+    store.answer()
+    await rest()
+    assert (first.events, second.events) == ([], ["ok"])
+    tasks[0].cancel()

@@ -143,6 +143,7 @@ async def test_takeover_rebases_cursors_and_keeps_sequences(world: Pipeline) -> 
     await world.send(AB, "alice", "two")
     await world.start_mailbox()
     await serving(world)
+    await arrived(world, "bob", ["one", "two"])
     answer = await world.login("bob", 8, cursor)
     assert answer.error.code == CURSOR_REBASED
     assert answer.error.replay_from_seq == first.lane_watermark
