@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
 from qim.admin.tokens import TokenIssuer
+from qim.backplane.api import PeerUnavailable
 from qim.commit_log.api import Fence, LogIdentity
 from qim.commit_log.memory import MemoryCheckpointStore, MemoryCommitLog
 from qim.config.parameters import Parameters, default_parameters
+from qim.core.ids import conversation_bucket, group_conversation_id
 from qim.core.secret import Secret
 from qim.errors import Fenced, StoreError
 from qim.gateway.node import GatewaySettings
@@ -574,19 +577,13 @@ class Administrator:
         self._process.soon(lambda: self._process.start(self._change(group, user, joining)))
 
     async def _change(self, group: str, user: str, joining: bool) -> None:
-        from qim.backplane.api import PeerUnavailable
-        from qim.core.ids import conversation_bucket, group_conversation_id
-
-        cluster = self._cluster
-        bucket = conversation_bucket(TENANT, group_conversation_id(group), cluster.plan.buckets)
-        route = await cluster.registry.current(LeaseKind.CONVERSATION_BUCKET, bucket)
-        opcode = InternalOpcode.SUBMIT_GROUP_ADD if joining else InternalOpcode.SUBMIT_GROUP_REMOVE
-        body = SubmitGroupChange(tenant_id=TENANT, group_id=group, user_ids=[user]).SerializeToString()
+        bucket = conversation_bucket(TENANT, group_conversation_id(group), self._cluster.plan.buckets)
+        route = await self._cluster.registry.current(LeaseKind.CONVERSATION_BUCKET, bucket)
         if route is not None:
-            try:
+            opcode = InternalOpcode.SUBMIT_GROUP_ADD if joining else InternalOpcode.SUBMIT_GROUP_REMOVE
+            body = SubmitGroupChange(tenant_id=TENANT, group_id=group, user_ids=[user]).SerializeToString()
+            with contextlib.suppress(PeerUnavailable):
                 await self._backplane.request(route.owner, opcode, body, timeout_ms=2000)
-            except PeerUnavailable:
-                return
 
 
 def _parameters(plan: Plan) -> Parameters:
