@@ -50,8 +50,11 @@ class Child:
         return self._process.pid or 0
 
     def post(self, command: Any) -> None:
-        """Send a command whose answer `take` waits for."""
-        self._pipe.send(command)
+        """Send a command whose answer `take` waits for; ChildFailed when the child has died."""
+        try:
+            self._pipe.send(command)
+        except OSError as error:
+            raise self._died(error) from None
 
     def take(self, timeout_s: float) -> Any:
         """The answer to the oldest command; ChildFailed when it failed, died or was silent for `timeout_s`."""
@@ -60,12 +63,14 @@ class Child:
                 raise ChildFailed(f"{self._process.name} gave no answer for {timeout_s:.0f} s")
             answer = self._pipe.recv()
         except (EOFError, OSError) as error:
-            self._process.join(STOP_TIMEOUT_S)
-            code = self._process.exitcode
-            raise ChildFailed(f"{self._process.name} has died, exit code {code}: {error!r}") from None
+            raise self._died(error) from None
         if isinstance(answer, _Failure):
             raise ChildFailed(f"{self._process.name}: {answer.text}")
         return answer
+
+    def _died(self, error: Exception) -> ChildFailed:
+        self._process.join(STOP_TIMEOUT_S)
+        return ChildFailed(f"{self._process.name} has died, exit code {self._process.exitcode}: {error!r}")
 
     def call(self, command: Any, timeout_s: float) -> Any:
         """`post`, then `take`."""
