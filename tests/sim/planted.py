@@ -350,12 +350,8 @@ PLANTED: Final[Mapping[str, Planting]] = {
         checkpoint_before_durable, offset_before_entries, bits_not_checked, no_reopen, registry_epoch_compared,
         no_source_high, rows_not_of_c, trimmed_to_newest_c, chunk_size_changed, cursor_moved_by_push,
         message_id_reissued, watermark_before_index, dirty_before_link, reload_without_push, no_predecessor_check,
-        checkpoint_goes_back, served_by_epoch, idle_instance_forgotten,
+        checkpoint_goes_back, served_by_epoch, idle_instance_forgotten, replayed_under_own_epoch,
+        watermark_not_compared, commit_not_fenced, append_not_fenced,
     )
 }  # fmt: skip
-TRIPWIRES: Final[Mapping[str, Planting]] = {
-    made.__name__: made
-    for made in (
-        no_stale_verdict, replayed_under_own_epoch, watermark_not_compared, commit_not_fenced, append_not_fenced,
-    )
-}  # fmt: skip
+TRIPWIRES: Final[Mapping[str, Planting]] = {no_stale_verdict.__name__: no_stale_verdict}
