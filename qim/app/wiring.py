@@ -184,6 +184,9 @@ class _Worker:
         builder = RoleBuilder(self._context, outside, backplane, routes, self._on_failure)
         self._roles = [builder.build(name) for name in self._plan.roles]
         await routes.start()
+        if any(_kind(name) == "writer" for name in self._plan.roles):
+            for room in outside.rooms:
+                self._tasks.start(f"room of {room.name}", room.run())
         serving = [role for role in self._roles if _kind(role.name) in ("gateway", "admin")]
         for role in self._roles:
             if role not in serving:
@@ -383,6 +386,7 @@ class RoleBuilder:
             relay=self._outside.logs.relay(self._clock, self._on_failure, parameters.log_poll_interval_ms),
             leases=self._leases(name),
             outbox_retention=self._outbox_retention(),
+            is_full=lambda _bucket: any(room.full for room in self._outside.rooms),
         )
 
     def _outbox_retention(self) -> OutboxRetention | None:
