@@ -21,6 +21,7 @@ from qim.obs.logs import get_logger
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
+from qim.runtime.wakeable import Wakeable
 from qim.shard_workers.feed import GAP_WAIT_MS, LogFeed
 
 log = get_logger(__name__)
@@ -55,15 +56,13 @@ class OutboxTopic(Protocol):
         ...
 
 
-class _Bucket:
+class _Bucket(Wakeable):
     """One stream on its way."""
 
     __slots__ = (
-        "_wake",
         "appending_since_ms",
         "copied",
         "feed",
-        "idle",
         "marks",
         "number",
         "retry",
@@ -73,6 +72,7 @@ class _Bucket:
     )
 
     def __init__(self, number: int, feed: LogFeed) -> None:
+        super().__init__()
         self.number = number
         self.feed = feed
         self.appending_since_ms: float | None = None
@@ -86,26 +86,6 @@ class _Bucket:
         )
         self.task: asyncio.Task[object] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.idle = asyncio.Event()
-        """Set while the topic has everything that was handed over."""
-        self._wake: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        self.idle.clear()
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    async def wait(self, timeout_ms: float) -> None:
-        """Until `wake` or the time is over."""
-        self.idle.set()
-        loop = asyncio.get_running_loop()
-        self._wake = loop.create_future()
-        timer = loop.call_later(timeout_ms / 1000, self.wake)
-        try:
-            await self._wake
-        finally:
-            timer.cancel()
-            self._wake = None
 
 
 class OutboxRelay:

@@ -22,6 +22,7 @@ from qim.registry.keeper import LeaseKeeper
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
+from qim.runtime.wakeable import Wakeable
 from qim.shard_workers.fanout.dispatch import ShardTargets, Source, direct_slots, direct_targets, dispatches
 from qim.shard_workers.fanout.machine import PartitionMachine
 from qim.shard_workers.feed import GAP_WAIT_MS
@@ -50,12 +51,13 @@ class FanoutSettings:
     lag_report_interval_ms: float = 100.0
 
 
-class _Partition:
+class _Partition(Wakeable):
     """Runtime of one outbox partition."""
 
-    __slots__ = ("_wake", "closing", "epoch", "idle", "lag_seconds", "machine", "number", "retry", "task", "timer")
+    __slots__ = ("closing", "epoch", "lag_seconds", "machine", "number", "retry", "task", "timer")
 
     def __init__(self, number: int, epoch: int, machine: PartitionMachine) -> None:
+        super().__init__()
         self.number = number
         self.closing = False
         """Nothing new is read."""
@@ -66,27 +68,7 @@ class _Partition:
             initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
         )
         self.timer: asyncio.TimerHandle | None = None
-        self.idle = asyncio.Event()
-        """Set while everything that arrived is dispatched."""
         self.lag_seconds = metrics.OUTBOX_LAG_SECONDS.labels(partition=number)
-        self._wake: asyncio.Future[None] | None = None
-
-    def wake(self) -> None:
-        self.idle.clear()
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    async def wait(self, timeout_ms: float) -> None:
-        """Until `wake` or the time is over; nothing is left to dispatch."""
-        self.idle.set()
-        loop = asyncio.get_running_loop()
-        self._wake = loop.create_future()
-        timer = loop.call_later(timeout_ms / 1000, self.wake)
-        try:
-            await self._wake
-        finally:
-            timer.cancel()
-            self._wake = None
 
 
 class FanoutRole:
