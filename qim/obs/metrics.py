@@ -92,7 +92,7 @@ LANE_WATERMARK_STALL_MS: Final = _gauge(
 )
 LANE_WATERMARK_SKEW_SEQ: Final = _gauge("lane_watermark_skew_seq", "max(W) - min(W)", "shard")
 LANE_REFUSED: Final = _gauge(
-    "qim_mailbox_lane_refused", "lanes refused at takeover: recomputed W below W_floor", "shard"
+    "qim_mailbox_lane_refused", "lanes refused at takeover: recomputed W below W_floor; not 0 is a P1 alert", "shard"
 )
 MATERIALIZED_LAG_MS: Final = _latency_ms("materialized_lag_ms", "commit to covered by W")
 MAILBOX_WRITES_TOTAL: Final = _counter("mailbox_writes_total", "append calls (mailbox_write_fail_rate)")
@@ -200,8 +200,8 @@ ALWAYS_ZERO: Final = frozenset(
 )
 """§24.1.5 and its companions: any other value is a defect by itself. Series names as the text format prints them."""
 
-ALERT_UNLESS_ZERO: Final = {"mailbox_entry_cap_evicted_total": "P2"}
-"""Counters without a threshold: not 0, under any label, is an alert of this severity (§24.1)."""
+ALERT_UNLESS_ZERO: Final = {"mailbox_entry_cap_evicted_total": "P2", "qim_mailbox_lane_refused": "P1"}
+"""Counts without a threshold: not 0, under any label, is an alert of this severity (§24.1)."""
 
 
 def render() -> bytes:

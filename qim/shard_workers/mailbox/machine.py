@@ -72,8 +72,8 @@ class ShardMachine:
         """W as the store acknowledged it."""
         self.published: list[int] = [0] * lane_count
         """The highest W anybody was told."""
-        self.refused: set[int] = set()
-        """Lanes whose recomputed W was below the stored one (26.6.8)."""
+        self.refused: dict[int, int] = {}
+        """Lanes whose recomputed W was below the stored one -> the recomputed one (26.6.8)."""
         self.incarnation = 0
         self.saved_offset = -1
         """C of the fold stored last, as far as is known; -1 = none."""
@@ -122,7 +122,7 @@ class ShardMachine:
         self.incarnation += 1
         self.high = high
         self.lanes = LaneQueues(self.lane_count)
-        self.refused = set()
+        self.refused = {}
         self._fold = AdmissionFold.decode(state.fold)
         self.saved_offset = state.fold_offset
         self._snapshots.clear()
@@ -186,7 +186,7 @@ class ShardMachine:
         row = self._progress.get((offset, lane))
         if self._stored_w[lane] and log_offset_of(self._stored_w[lane]) >= offset:
             if row is None or row.done != (1 << row.chunk_count) - 1:
-                self.refused.add(lane)
+                self.refused[lane] = self.seq_of(offset - 1)
             return None
         if row is None:
             return SubTask(dispatch, lane, self._chunk_size)

@@ -192,7 +192,10 @@ class ShardRunner:
 
     def _admit(self, record: LogRecord) -> None:
         dispatch = Dispatch(record.offset, record.value)
+        refused = len(self.machine.refused)
         verdict, tasks = self.machine.admit(dispatch)
+        if len(self.machine.refused) != refused:
+            self._alert_refused(list(self.machine.refused)[refused:])
         if verdict is Verdict.DUPLICATE:
             metrics.DISPATCH_DUPLICATE_SUPPRESSED_TOTAL.inc()
         elif verdict is Verdict.STALE:
@@ -212,6 +215,13 @@ class ShardRunner:
             self._services.tasks.start(
                 f"members {self.shard}/{record.offset}", self._load_members(dispatch, self.machine.incarnation)
             )
+
+    def _alert_refused(self, lanes: Sequence[int]) -> None:
+        """P1, for a human: nothing is replayed into such a lane (26.6.8)."""
+        metrics.LANE_REFUSED.labels(shard=self.shard).set(len(self.machine.refused))
+        for lane in lanes:
+            log.error("lane_refused", mailbox_shard=self.shard, lane=lane, shard_epoch=self._grant.epoch,
+                      found=self.machine.refused[lane], expected=self.machine.acked[lane])  # fmt: skip
 
     def _since_ms(self, dispatch: Dispatch) -> float:
         """Since when a dispatch has been waiting: its commit, so that the queues before this one count as lag, too.

@@ -41,7 +41,8 @@ def test_counters_without_a_threshold_alert_under_any_label() -> None:
     text = (
         'mailbox_entry_cap_evicted_total{tenant="a"} 0.0\n'
         'mailbox_entry_cap_evicted_total{tenant="b"} 3.0\n'
+        'qim_mailbox_lane_refused{shard="7"} 3.0\n'
         "dedup_hit_total 7.0\n"
     )
-    assert metrics.firing_alerts(text) == {"mailbox_entry_cap_evicted_total": "P2"}
+    assert metrics.firing_alerts(text) == {"mailbox_entry_cap_evicted_total": "P2", "qim_mailbox_lane_refused": "P1"}
     assert metrics.firing_alerts(text.replace("3.0", "0.0")) == {}

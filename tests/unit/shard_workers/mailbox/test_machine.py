@@ -173,7 +173,7 @@ def test_takeover_keeps_the_owner_of_every_offset_and_serves_when_caught_up() ->
     assert not machine.serves(0)
     admit(machine, packed_dispatch([A], source=(2, 0)))
     admit(machine, packed_dispatch([A], source=(3, 0)))
-    assert machine.refused == set()
+    assert machine.refused == {}
     call = machine.next_call(0)
     assert call is not None
     assert [(item.lane, item.mailbox_seq) for item in call.append.tenant_items] == [
@@ -193,7 +193,7 @@ def test_a_lane_whose_w_passed_an_unfinished_chunk_is_refused_alone() -> None:
     admit(machine, packed_dispatch([A]))
     admit(machine, packed_dispatch([A], source=(1, 0)))
     admit(machine, packed_dispatch([A, B], source=(2, 0)))
-    assert machine.refused == {0}
+    assert machine.refused == {0: 0}, "W recomputed: before the first record"
     call = machine.next_call(0)
     assert call is not None
     assert [item.lane for item in call.append.tenant_items] == [1]
@@ -314,7 +314,7 @@ class World:
         for user, offset in self.expected:
             if stored[lane_of(user)] and log_offset_of(stored[lane_of(user)]) >= offset:
                 assert (user, offset) in found
-        assert self.machine.refused == set()
+        assert self.machine.refused == {}
 
     def entries(self) -> Counter[tuple[str, int]]:
         """(user, log offset) -> stored entries."""
