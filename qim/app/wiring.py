@@ -40,7 +40,7 @@ from qim.registry.keeper import LeaseKeeper
 from qim.registry.lease import LeaseTimes
 from qim.registry.redis import RedisShardRegistry
 from qim.registry.routes import RouteCache
-from qim.runtime.clock import SystemClock
+from qim.runtime.clock import Clock, process_clock
 from qim.runtime.prefork import EXIT_FAILED, EXIT_OK, NotifyReady
 from qim.runtime.role import Role
 from qim.runtime.tasks import TaskSet
@@ -126,7 +126,7 @@ class _Worker:
     def __init__(self, context: NodeContext, plan: ProcessPlan) -> None:
         self._context = context
         self._plan = plan
-        self._clock = SystemClock()
+        self._clock = process_clock()
         self._roles: list[Role] = []
         self._ended = asyncio.Event()
         self._failed = False
@@ -307,7 +307,7 @@ class RoleBuilder:
         self._routes = routes
         self._on_failure = on_failure
         self._chunk_gate = chunk_gate
-        self._clock = SystemClock()
+        self._clock = process_clock()
 
     def _leases(self, name: str) -> LeaseKeeper:
         """The member `name` of its pool; it looks anew whenever the route map changes."""
@@ -527,7 +527,7 @@ class RoleBuilder:
             self._backplane.connect(owner)
 
 
-def _present(run_dir: Path, clock: SystemClock, lease_ttl_ms: int) -> Iterator[tuple[str, PresenceEntry]]:
+def _present(run_dir: Path, clock: Clock, lease_ttl_ms: int) -> Iterator[tuple[str, PresenceEntry]]:
     return live_connections(run_dir, now_unix_ms=clock.unix_ms(), lease_ttl_ms=lease_ttl_ms)
 
 

@@ -68,12 +68,19 @@ def fetch_jars() -> Path:
 
 
 class KafkaServer:
-    """A broker that a test may kill, stop and start again on the same data."""
+    """A broker that a test may kill, stop and start again on the same data.
 
-    def __init__(self, directory: Path) -> None:
+    The first one is its cluster's controller; another one with `first` joins that cluster.
+    """
+
+    def __init__(self, directory: Path, *, first: KafkaServer | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
+        self._first = first
+        self.node_id: int = 1 if first is None else first.node_id + 1
+        self.cluster_id: str = _new_cluster_id() if first is None else first.cluster_id
         self._port = free_port()
-        self._controller_port = free_port()
+        self._controller_port: int = free_port() if first is None else first._controller_port
         self._classpath = f"{fetch_jars()}/*"
         self._process: subprocess.Popen[bytes] | None = None
         self.servers = f"127.0.0.1:{self._port}"
@@ -92,8 +99,7 @@ class KafkaServer:
         properties = self._directory / "server.properties"
         if not properties.exists():
             properties.write_text(self._properties())
-            cluster_id = base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
-            self._java("kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(properties)).wait(60)
+            self._java("kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", str(properties)).wait(60)
         self._process = self._java("kafka.Kafka", str(properties))
 
     def wait_until_ready(self) -> None:
@@ -124,7 +130,7 @@ class KafkaServer:
         assert self._process is not None
         assert self._process.poll() is None, (self._directory / "kafka.log").read_text()[-2000:]
         try:
-            return bool(self.admin().list_topics(timeout=2).brokers)
+            return self.node_id in self.admin().list_topics(timeout=2).brokers
         except KafkaException:
             return False
 
@@ -138,11 +144,12 @@ class KafkaServer:
 
     def _properties(self) -> str:
         listener, controller = f"127.0.0.1:{self._port}", f"127.0.0.1:{self._controller_port}"
+        is_first = self._first is None
         lines = [
-            "process.roles=broker,controller",
-            "node.id=1",
+            f"process.roles={'broker,controller' if is_first else 'broker'}",
+            f"node.id={self.node_id}",
             f"controller.quorum.voters=1@{controller}",
-            f"listeners=PLAINTEXT://{listener},CONTROLLER://{controller}",
+            f"listeners=PLAINTEXT://{listener}{f',CONTROLLER://{controller}' if is_first else ''}",
             f"advertised.listeners=PLAINTEXT://{listener}",
             "controller.listener.names=CONTROLLER",
             f"log.dirs={self._directory / 'data'}",
@@ -153,6 +160,10 @@ class KafkaServer:
             "auto.create.topics.enable=false",
         ]
         return "\n".join(lines) + "\n"
+
+
+def _new_cluster_id() -> str:
+    return base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
 
 
 @contextmanager

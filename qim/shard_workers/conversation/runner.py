@@ -34,6 +34,7 @@ from qim.registry.api import Grant, LeaseKind, RouteMap, ShardRegistry
 from qim.registry.keeper import LeaseKeeper
 from qim.registry.routes import RouteCache
 from qim.runtime.clock import Clock
+from qim.runtime.crash_point import AFTER_COMMIT, crash_point
 from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.shard_workers.conversation import replies
 from qim.shard_workers.conversation.admission import BAD_REQUEST, DENIED, FanoutQuota, Refusal, WriterAdmission
@@ -432,6 +433,7 @@ class WriterRole:
         started_ms = self._clock.monotonic_ms()
         try:
             outcomes = await self._store.commit(bucket, epoch, requests)
+            crash_point(AFTER_COMMIT)
         except Fenced as error:
             self._fenced(machine, error)
             actions = machine.commit_refused(self._failover)

@@ -21,6 +21,7 @@ from qim.registry.api import Grant, LeaseKind, ShardRegistry
 from qim.registry.keeper import LeaseKeeper
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
+from qim.runtime.crash_point import AFTER_DISPATCH, crash_point
 from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.runtime.wakeable import Wakeable
 from qim.shard_workers.fanout.dispatch import ShardTargets, Source, direct_slots, direct_targets, dispatches
@@ -312,6 +313,7 @@ class FanoutRole:
     async def _append(self, partition: _Partition, made: Sequence[tuple[int, bytes]]) -> None:
         fence = Fence(partition.number, partition.epoch)
         offsets = await self._dispatch_log.append(made, fence)
+        crash_point(AFTER_DISPATCH)
         metrics.DISPATCH_TOTAL.inc(len(made))
         hints: dict[int, list[tuple[int, bytes]]] = {}
         for (shard, value), offset in zip(made, offsets, strict=True):

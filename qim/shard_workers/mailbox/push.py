@@ -16,6 +16,7 @@ from qim.errors import StoreError
 from qim.obs.logs import get_logger
 from qim.protocol.internal import PushRow, encode_push_batch
 from qim.protocol.opcodes import InternalOpcode
+from qim.runtime.crash_point import BEFORE_PUSH, crash_point
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.mailbox.bodies import BodyReader
 from qim.shard_workers.mailbox.expand import Dispatch, Event
@@ -189,6 +190,7 @@ class PushPump:
     def _notify(self, key: tuple[str, Priority]) -> None:
         gateway, priority = key
         frame = self._frames.pop(key)
+        crash_point(BEFORE_PUSH)
         if not self._backplane.notify(gateway, InternalOpcode.PUSH_BATCH, b"".join(frame.parts), priority):
             # which of its connections the frame was for is not worth keeping: all of them look once
             self._on_gateway_missed(gateway)

@@ -20,6 +20,7 @@ from qim.obs.logs import get_logger
 from qim.registry.api import EpochBoundary, Grant, LeaseKind, ShardRegistry, epoch_owning
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
+from qim.runtime.crash_point import AFTER_CHUNK, AFTER_WATERMARK, crash_point
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.feed import GAP_WAIT_MS, LogFeed
 from qim.shard_workers.mailbox.calls import CallScheduler
@@ -293,6 +294,7 @@ class ShardRunner:
             if call.incarnation == self.machine.incarnation:
                 self.doubt(result.status.value)
             return
+        _pass_crash_points(call)
         if result.applied:
             self._services.on_appended(self.shard, call.append.tenant_items)
         machine = self.machine
@@ -392,3 +394,12 @@ class ShardRunner:
         finally:
             timer.cancel()
             self._wake = None
+
+
+def _pass_crash_points(call: PlannedCall) -> None:
+    """What the call stored: chunks of a lane that has more of them to come, or all that W needed."""
+    items = call.append.tenant_items
+    if items and items[-1].chunk_index + 1 < items[-1].chunk_count:
+        crash_point(AFTER_CHUNK)
+    elif call.covered:
+        crash_point(AFTER_WATERMARK)

@@ -1,0 +1,41 @@
+"""Outages of a real Kafka: it is away, or one partition is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from confluent_kafka import KafkaException
+
+from qim.commit_log.kafka import KafkaCommitLog, KafkaConnection
+from qim.commit_log.kafka_address import KafkaAddress
+from tests.support.faults.broker import broker_stopped, running_split_cluster, wait_unled
+from tests.support.kafka_server import running_kafka
+
+pytestmark = pytest.mark.kafka
+
+
+def test_a_stopped_broker_is_away_and_comes_back() -> None:
+    with running_kafka() as server:
+        with broker_stopped(server), pytest.raises(KafkaException):
+            server.admin().list_topics(timeout=2)
+        assert server.admin().list_topics(timeout=5).brokers
+
+
+async def test_a_partition_without_a_leader_stops_nobody_else() -> None:
+    with running_split_cluster() as cluster:
+        url = cluster.make_topics("s", {"dispatch": 4}, {"dispatch": {2}})
+        connection = KafkaConnection(KafkaAddress.parse(url))
+        log = KafkaCommitLog(connection, "dispatch", 4)
+        assert await log.append([(2, b"before")]) == [0]
+        with cluster.partitions_down():
+            wait_unled(cluster, "s.dispatch", {2})
+            assert await log.append([(1, b"served")]) == [0]
+            waiting = asyncio.create_task(log.append([(2, b"waits")]))
+            await asyncio.sleep(1.0)
+            assert not waiting.done()
+        wait_unled(cluster, "s.dispatch", set())
+        async with asyncio.timeout(60):
+            assert await waiting == [1]
+        assert [record.value for record in await log.read(2, 0)] == [b"before", b"waits"]
+        await connection.close()

@@ -1,0 +1,103 @@
+"""A broker that stops, and one partition that nobody leads."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from confluent_kafka.admin import NewTopic
+
+from qim.commit_log.kafka_address import KafkaAddress
+from tests.support.kafka_server import KafkaServer
+from tests.support.waiting import wait_for
+
+_KNOWN_TIMEOUT_S: Final = 30.0
+
+
+@contextmanager
+def broker_stopped(server: KafkaServer) -> Iterator[None]:
+    """The broker ends as by `systemctl stop`, and is back when the block is left."""
+    server.kill(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        server.start()
+
+
+class SplitCluster:
+    """Two brokers: the second one alone holds some partitions, everything else is on the first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.first = KafkaServer(directory / "first")
+        self.second = KafkaServer(directory / "second", first=self.first)
+
+    def start(self) -> None:
+        self.first.start()
+        self.second.start()
+
+    def stop(self) -> None:
+        self.second.kill()
+        self.first.kill()
+
+    def make_topics(self, prefix: str, partitions: Mapping[str, int], on_second: Mapping[str, Collection[int]]) -> str:
+        """Make the topics of a node before its first start; the address for it."""
+        url = self.first.url(prefix)
+        address = KafkaAddress.parse(url)
+        admin = self.first.admin()
+        topics = [
+            NewTopic(
+                address.topic(name),
+                num_partitions=count,
+                replica_assignment=[
+                    [(self.second if number in on_second.get(name, ()) else self.first).node_id]
+                    for number in range(count)
+                ],
+                config={"flush.messages": "1", "message.timestamp.type": "LogAppendTime"},
+            )
+            for name, count in partitions.items()
+        ]
+        for made in admin.create_topics(topics).values():
+            made.result(30)
+        names = [address.topic(name) for name in partitions]
+        wait_for(lambda: not any(self.unled(name) for name in names), timeout_s=_KNOWN_TIMEOUT_S)
+        return url
+
+    def unled(self, topic: str) -> set[int]:
+        """Partitions of a topic that have no leader now; all of a topic that is not known yet are {-1}."""
+        found = self.first.admin().list_topics(topic, timeout=10).topics[topic]
+        if found.error or not found.partitions:
+            return {-1}
+        return {number for number, partition in found.partitions.items() if partition.leader < 0}
+
+    @contextmanager
+    def partitions_down(self) -> Iterator[None]:
+        """What is on the second broker has no leader for the time of the block."""
+        self.second.kill()
+        try:
+            yield
+        finally:
+            self.second.start()
+
+
+@contextmanager
+def running_split_cluster() -> Iterator[SplitCluster]:
+    """Both brokers, started."""
+    with tempfile.TemporaryDirectory(prefix="qim-kafka-") as directory:
+        cluster = SplitCluster(Path(directory))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
+
+
+def wait_unled(cluster: SplitCluster, topic: str, partitions: set[int]) -> float:
+    """Seconds until exactly these have no leader."""
+    started = time.monotonic()
+    wait_for(lambda: cluster.unled(topic) == partitions, timeout_s=_KNOWN_TIMEOUT_S, every_s=0.1)
+    return time.monotonic() - started
