@@ -38,7 +38,8 @@ class SystemClock:
 class SteppedClock:
     """The kernel's clocks, with a wall clock that a test may step.
 
-    By as many ms as the file says, one i64 in the order of the machine. Processes that map one file are one host whose clock is set. The file must exist.
+    By as many ms as the file says, one i64 in the order of the machine. Processes that map one file are one host whose
+    clock is set. The file must exist.
     """
 
     __slots__ = ("_step",)
