@@ -98,13 +98,15 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_commit_log(parser: argparse.ArgumentParser) -> None:
+def _add_commit_log(
+    parser: argparse.ArgumentParser, default: str = "embedded; chosen at the first start, for ever"
+) -> None:
     parser.add_argument(
         "--commit-log",
         default="",
         metavar="URL",
         help="kafka://HOST:PORT,…[/PREFIX][?replicas=1]: keep the log in a Kafka or Redpanda cluster "
-        "(default: $QIM_COMMIT_LOG, else embedded); chosen at the first start, for ever",
+        f"(default: $QIM_COMMIT_LOG, else {default})",
     )
 
 
@@ -152,7 +154,7 @@ def _add_join(commands: _Commands[argparse.ArgumentParser]) -> None:
         text = f"{pool} workers to add (%(default)s)"
         parser.add_argument(f"--{POOL_OPTIONS[pool]}", dest=pool, type=int, default=0, metavar="N", help=text)
     parser.add_argument("--apart", action="store_true", help="every role instance in a process of its own")
-    _add_commit_log(parser)
+    _add_commit_log(parser, "that of the node")
     parser.add_argument(
         "--parameters", type=Path, metavar="FILE", help="TOML file of parameter values, as for the node"
     )

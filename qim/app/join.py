@@ -42,7 +42,7 @@ class JoinOptions:
     """No gateways: the workers of the port belong to one supervisor."""
     apart: bool = False
     commit_log: str = ""
-    """As for the node."""
+    """Another address of the node's brokers; "" = the node's own."""
     parameters_file: Path | None = None
 
 
@@ -60,7 +60,7 @@ def run_joined(options: JoinOptions) -> int:
         admin_port=address.admin_port,
         pools=options.pools,
         apart=options.apart,
-        commit_log=options.commit_log,
+        commit_log=options.commit_log or address.commit_log,
         unlimited_tenant=address.unlimited_tenant,
     )
     with _place(base) as settings:

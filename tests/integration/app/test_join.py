@@ -9,15 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from qim.app.audit.command import audit_dispatch
 from qim.app.join import JoinOptions, run_joined
 from qim.app.own_node import OwnNode, OwnNodeOptions
 from qim.app.settings import PoolSizes
 from qim.errors import StartupError
 from qim.registry.api import KIND_OF_POOL
+from tests.contract.kafka_fixtures import new_prefix
+from tests.support.kafka_server import KafkaServer
 from tests.support.node import APART, devices_of, options_with, running_node
 from tests.support.takeover import POOLS, TENTH, Leases, talk_on
 
@@ -40,9 +44,7 @@ def joined(node: OwnNode, options: OwnNodeOptions) -> Iterator[subprocess.Popen[
         process.wait(30)
 
 
-def test_a_second_supervisor_takes_its_share_under_load_and_gives_it_back() -> None:
-    options = options_with(APART, **TENTH)
-
+def check_a_share_taken_and_given_back(options: OwnNodeOptions) -> None:
     async def run(node: OwnNode) -> None:
         leases = Leases(node)
         async with devices_of(node) as devices, talk_on(devices) as talk:
@@ -65,6 +67,18 @@ def test_a_second_supervisor_takes_its_share_under_load_and_gives_it_back() -> N
 
     with running_node(options) as node:
         asyncio.run(run(node))
+        assert audit_dispatch(node.data_dir) == 0
+
+
+def test_a_second_supervisor_takes_its_share_under_load_and_gives_it_back() -> None:
+    check_a_share_taken_and_given_back(options_with(APART, **TENTH))
+
+
+@pytest.mark.kafka
+@pytest.mark.timeout(180)
+def test_a_second_supervisor_finds_the_broker_of_its_node(kafka_server: KafkaServer) -> None:
+    """The same command as for any node: nothing about the log is said."""
+    check_a_share_taken_and_given_back(replace(options_with(APART, **TENTH), commit_log=kafka_server.url(new_prefix())))
 
 
 def test_a_second_supervisor_that_dies_with_all_its_workers_loses_its_share_after_the_wait() -> None:
