@@ -175,7 +175,7 @@ LEASE_SELF_FENCED_TOTAL: Final = _counter(
     "qim_registry_self_fenced_total", "times all leases were dropped because the registry did not answer", "kind"
 )
 LEASE_EPOCH_EXHAUSTED_TOTAL: Final = _counter(
-    "qim_registry_epoch_exhausted_total", "grants refused because no greater epoch exists (P1)", "kind"
+    "qim_registry_epoch_exhausted_total", "grants refused because no greater epoch exists; a P1 alert", "kind"
 )
 FENCED_TOTAL: Final = _counter("qim_stores_fenced_total", "calls refused for an old epoch", "kind")
 BACKPLANE_DROPPED_TOTAL: Final = _counter("qim_backplane_dropped_total", "one-way messages dropped", "peer")
@@ -200,7 +200,11 @@ ALWAYS_ZERO: Final = frozenset(
 )
 """§24.1.5 and its companions: any other value is a defect by itself. Series names as the text format prints them."""
 
-ALERT_UNLESS_ZERO: Final = {"mailbox_entry_cap_evicted_total": "P2", "qim_mailbox_lane_refused": "P1"}
+ALERT_UNLESS_ZERO: Final = {
+    "mailbox_entry_cap_evicted_total": "P2",
+    "qim_mailbox_lane_refused": "P1",
+    "qim_registry_epoch_exhausted_total": "P1",
+}
 """Counts without a threshold: not 0, under any label, is an alert of this severity (§24.1)."""
 
 

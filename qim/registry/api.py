@@ -24,10 +24,14 @@ class LeaseKind(StrEnum):
 
 EPOCH_MAX: Final[Mapping[LeaseKind, int]] = {
     LeaseKind.MAILBOX_SHARD: SHARD_EPOCH_MAX,
-    LeaseKind.CONVERSATION_BUCKET: 0xFFFFFFFF,
+    LeaseKind.CONVERSATION_BUCKET: SHARD_EPOCH_MAX,
     LeaseKind.OUTBOX_PARTITION: 0xFFFFFFFF,
 }
-"""`shard_epoch` has 15 bits of `mailbox_seq` (§6.5); `fencing_epoch` and `fanout_epoch` are u32."""
+"""`shard_epoch` has 15 bits of `mailbox_seq` (§6.5); `fencing_epoch`, which every dispatch carries, keeps to the same
+bound (ADR-0011); `fanout_epoch` is u32."""
+
+READABLE_KINDS: Final = frozenset((LeaseKind.MAILBOX_SHARD,))
+"""What is read while nobody may write it: once its epochs are used up an owner serves it read-only (26.6.6)."""
 
 
 KIND_OF_POOL: Final[Mapping[str, LeaseKind]] = {
@@ -39,7 +43,7 @@ KIND_OF_POOL: Final[Mapping[str, LeaseKind]] = {
 
 
 class EpochExhausted(StoreError):
-    """The next epoch would be 0x8000: refused, the shard stays read-only, never wraps (§6.5). P1 alert."""
+    """The next epoch would be 0x8000: refused, never wraps (§6.5). P1 alert."""
 
 
 class Grant(NamedTuple):
@@ -97,7 +101,9 @@ class Answer(NamedTuple):
     epoch: int
     """0: not granted."""
     wait_ms: int = 0
-    """Time until the present lease ends if it is not renewed; -1: the epochs are used up, it will never be granted."""
+    """Time until the present lease ends if it is not renewed; -1: the epochs are used up, it will never be granted. Of
+    `READABLE_KINDS` the asker is the owner from now on all the same, under the last epoch, to read and never to write.
+    """
 
 
 class LeaseRow(NamedTuple):

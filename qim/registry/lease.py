@@ -21,7 +21,7 @@ from enum import Enum
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from qim.registry.api import Answer, Beat, LeaseKind
+from qim.registry.api import EPOCH_MAX, READABLE_KINDS, Answer, Beat, LeaseKind
 
 if TYPE_CHECKING:
     from qim.config.parameters import Parameters
@@ -283,8 +283,11 @@ class LeaseMachine:
         actions: list[Action] = []
         if incarnation == self.incarnation:
             for shard_id, answer in answers.items():
-                if answer.epoch:
-                    self._epochs[shard_id] = answer.epoch
+                epoch = answer.epoch
+                if answer.wait_ms < 0 and self.kind in READABLE_KINDS:
+                    epoch = EPOCH_MAX[self.kind]  # no grant: a store that knows this epoch lets it be read only
+                if epoch:
+                    self._epochs[shard_id] = epoch
                     self._apply(shard_id, Event.GRANTED, actions)
                 else:
                     wait_ms = EXHAUSTED_RETRY_MS if answer.wait_ms < 0 else min(answer.wait_ms, ASK_AGAIN_MS)

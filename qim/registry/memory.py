@@ -8,6 +8,7 @@ from typing import NamedTuple
 from qim.errors import StoreError
 from qim.registry.api import (
     EPOCH_MAX,
+    READABLE_KINDS,
     Answer,
     Beat,
     EpochBoundary,
@@ -98,13 +99,13 @@ class MemoryShardRegistry:
                 beat = self._beats[kind].get(held.grant_id)
                 left_ms = int(max(0.0, beat.at_ms + wait_ms - self._now_ms())) if beat else 0
             epoch = held.epoch + 1 if held else 1
-            if epoch > EPOCH_MAX[kind]:
-                answers[shard_id] = Answer(0, -1)
-            elif left_ms:
+            if left_ms:
                 answers[shard_id] = Answer(0, left_ms)
-            else:
-                answers[shard_id] = Answer(epoch)
-                self._leases[kind][shard_id] = Grant(kind, shard_id, owner, epoch, grant_id)
+                continue
+            used_up = epoch > EPOCH_MAX[kind]
+            answers[shard_id] = Answer(0, -1) if used_up else Answer(epoch)
+            if not used_up or kind in READABLE_KINDS:
+                self._leases[kind][shard_id] = Grant(kind, shard_id, owner, min(epoch, EPOCH_MAX[kind]), grant_id)
                 granted = True
         self._version += granted
         return answers

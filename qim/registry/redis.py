@@ -9,6 +9,7 @@ from typing import Any, Final
 from qim.errors import StoreError
 from qim.registry.api import (
     EPOCH_MAX,
+    READABLE_KINDS,
     Answer,
     Beat,
     EpochBoundary,
@@ -73,7 +74,8 @@ class RedisShardRegistry:
         self, kind: LeaseKind, shard_ids: Sequence[int], owner: str, grant_id: str, *, wait_ms: int
     ) -> dict[int, Answer]:
         names = (keys.registry_leases(kind), keys.registry_beats(kind), keys.REGISTRY_VERSION)
-        flat = await _ACQUIRE(self._client, names, (owner, grant_id, EPOCH_MAX[kind], wait_ms, *shard_ids))
+        readable = int(kind in READABLE_KINDS)
+        flat = await _ACQUIRE(self._client, names, (owner, grant_id, EPOCH_MAX[kind], wait_ms, readable, *shard_ids))
         return {shard_id: Answer(*pair) for shard_id, pair in zip(shard_ids, _pairs(flat), strict=True)}
 
     async def release(self, kind: LeaseKind, shard_ids: Sequence[int], grant_id: str) -> None:

@@ -84,12 +84,13 @@ class ShardRegistryContract:
         """Time of the registry's clock."""
         raise NotImplementedError
 
-    async def test_epochs_of_buckets_are_32_bits(self) -> None:
-        await self.raise_epoch(BUCKET, 0, 0xFFFFFFFE)
-        (grant,) = await self.registry.grant(BUCKET, [0], "writer-0", "g9")
-        assert grant.epoch == 0xFFFFFFFF
+    @pytest.mark.parametrize(("kind", "last"), [(MAILBOX, 0x7FFF), (BUCKET, 0x7FFF), (OUTBOX, 0xFFFFFFFF)])
+    async def test_the_last_epoch_is_granted_and_none_above_it(self, kind: LeaseKind, last: int) -> None:
+        await self.raise_epoch(kind, 0, last - 1)
+        (grant,) = await self.registry.grant(kind, [0], "writer-0", "g9")
+        assert grant.epoch == last
         with pytest.raises(EpochExhausted):
-            await self.registry.grant(BUCKET, [0], "writer-0", "g10")
+            await self.registry.grant(kind, [0], "writer-0", "g10")
 
     # -------------------------------------------------------------------------------------------------------- leases
 
@@ -180,9 +181,23 @@ class ShardRegistryContract:
 
     async def test_used_up_epochs_are_never_granted(self) -> None:
         await self.raise_epoch(MAILBOX, 3, SHARD_EPOCH_MAX)
-        answers = await self.registry.acquire(MAILBOX, [2, 3], "mailbox-0", "g9", wait_ms=0)
+        answers = await self.registry.acquire(MAILBOX, [2, 3], "mailbox-1", "g9", wait_ms=0)
         assert answers == {2: Answer(1), 3: Answer(0, -1)}
+        assert await self.registry.current(MAILBOX, 3) == Route("mailbox-1", SHARD_EPOCH_MAX), "it reads from now on"
+
+    async def test_a_shard_of_the_last_epoch_has_no_reader_while_its_owner_lives(self) -> None:
+        await self.raise_epoch(MAILBOX, 3, SHARD_EPOCH_MAX)
+        await self.registry.beat(MAILBOX, "mailbox-0", "core-0", "g0", [3], ttl_ms=60_000)
+        (answer,) = (await self.registry.acquire(MAILBOX, [3], "mailbox-1", "g9", wait_ms=60_000)).values()
+        assert answer.epoch == 0
+        assert answer.wait_ms > 0
         assert await self.registry.current(MAILBOX, 3) == Route("mailbox-0", SHARD_EPOCH_MAX)
+
+    async def test_a_bucket_whose_epochs_are_used_up_has_no_owner_any_more(self) -> None:
+        await self.raise_epoch(BUCKET, 0, SHARD_EPOCH_MAX)
+        await self.registry.release(BUCKET, [0], "g0")
+        assert await self.registry.acquire(BUCKET, [0], "writer-1", "g9", wait_ms=0) == {0: Answer(0, -1)}
+        assert await self.registry.current(BUCKET, 0) is None
 
     async def test_leases_are_listed_with_the_age_of_their_last_renewal(self) -> None:
         await self.beat("writer-0", "g0")

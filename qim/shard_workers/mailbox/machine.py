@@ -49,7 +49,7 @@ class ShardMachine:
         "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
         "boundaries", "_own_start", "_own_base", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor",
         "_fold", "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
-        "_may_work", "_recent", "_top", "saved_offset",
+        "_may_work", "_recent", "_top", "saved_offset", "read_only",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +77,8 @@ class ShardMachine:
         self.incarnation = 0
         self.saved_offset = -1
         """C of the fold stored last, as far as is known; -1 = none."""
+        self.read_only = False
+        """Nothing is materialized and W stays; lanes are served up to the stored W (26.6.6)."""
         self.lanes = LaneQueues(lane_count)
         self.boundaries: Sequence[EpochBoundary] = ()
         self._own_start = 0
@@ -168,6 +170,8 @@ class ShardMachine:
                     tasks.append(SubTask(dispatch, lane, self._chunk_size))
                 elif (task := self._replayed_task(dispatch, lane)) is not None:
                     tasks.append(task)
+            if self.read_only:
+                tasks = []
             if tasks:
                 dispatch.prepare(self._recent)
         if self._fold.next_offset % FOLD_SAVE_RECORDS == 0 and len(self._snapshots) < FOLD_SNAPSHOTS_MAX:
@@ -211,6 +215,9 @@ class ShardMachine:
 
     def next_call(self, now_ms: float, hold: HoldChunk | None = None) -> PlannedCall | None:
         """The next append call: chunks in turns, the W they allow, and the fold if W reached a snapshot of it."""
+        if self.read_only:
+            self._may_work = False
+            return None
         taken = self.lanes.take(self._entries_max, hold)
         self._may_work = self.lanes.has_chunks()
         items = [self._item(task, chunk) for task, chunk in taken]
@@ -306,7 +313,7 @@ class ShardMachine:
         return (
             self.incarnation > 0
             and lane not in self.refused
-            and self.acked[lane] >= self._floor[lane]
+            and (self.acked[lane] >= self._floor[lane] or self.read_only)
             and self.replayed_past(lane)
         )
 

@@ -17,7 +17,7 @@ from qim.core.seq import log_offset_of, mailbox_seq
 from qim.errors import Fenced, StoreError
 from qim.obs import metrics
 from qim.obs.logs import get_logger
-from qim.registry.api import EpochBoundary, Grant, LeaseKind, ShardRegistry, epoch_owning
+from qim.registry.api import EPOCH_MAX, EpochBoundary, Grant, LeaseKind, ShardRegistry, epoch_owning
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
 from qim.runtime.crash_point import AFTER_CHUNK, AFTER_WATERMARK, crash_point
@@ -111,8 +111,10 @@ class ShardRunner:
         return lags
 
     def retention_view(self) -> tuple[int, int] | None:
-        """(shard_epoch, offset of the fold stored last), None while memory is in doubt."""
-        return (self._grant.epoch, self.machine.saved_offset) if self._settled else None
+        """(shard_epoch, offset of the fold stored last), None while memory is in doubt or nothing may be written."""
+        if not self._settled or self.machine.read_only:
+            return None
+        return self._grant.epoch, self.machine.saved_offset
 
     def doubt(self, reason: str) -> None:
         """Memory may not be what is stored: serve nothing until it was read again."""
@@ -358,7 +360,22 @@ class ShardRunner:
             state = await services.store.load_shard(shard, epoch)
             if state.stored_epoch >= epoch:
                 return state
-        return await services.store.open_shard(shard, epoch, self._grant.grant_id, self.machine.lane_count)
+        try:
+            return await services.store.open_shard(shard, epoch, self._grant.grant_id, self.machine.lane_count)
+        except Fenced:
+            if epoch < EPOCH_MAX[LeaseKind.MAILBOX_SHARD]:
+                raise
+        return await self._read_only_state()
+
+    async def _read_only_state(self) -> ShardState:
+        """The instance knows the last epoch there is under another grant, and no greater one can be had: the shard is
+        read, never written again (26.6.6)."""
+        shard, epoch = self.shard, self._grant.epoch
+        state = await self._services.store.load_shard(shard, epoch)
+        if not self.machine.read_only:
+            log.error("shard_read_only", mailbox_shard=shard, shard_epoch=epoch)
+            self.machine.read_only = True
+        return state
 
     async def _boundaries(self, high: int) -> list[EpochBoundary]:
         """Boundaries of the shard with ours written. The first one of all starts at 0: nobody owned what is there."""

@@ -170,13 +170,22 @@ def test_what_belongs_to_another_is_drained_and_given_back() -> None:
 
 
 def test_used_up_epochs_are_not_asked_for_again_and_again() -> None:
-    machine = LeaseMachine(KIND, 1, "m-0", TIMES)
+    machine = LeaseMachine(LeaseKind.CONVERSATION_BUCKET, 1, "m-0", TIMES)
     machine.tick(0)
     machine.beaten(1, Beat(("m-0",), {}, frozenset()), 0)
     assert machine.answered(1, {0: Answer(0, -1)}, 0) == []
     asked = [action for now_ms in range(0, 60_000, 500) for action in _asks(machine, now_ms)]
     assert asked == []
     assert not machine.settled()
+
+
+def test_a_mailbox_shard_whose_epochs_are_used_up_is_opened_under_the_last_one() -> None:
+    machine = LeaseMachine(LeaseKind.MAILBOX_SHARD, 1, "m-0", TIMES)
+    machine.tick(0)
+    machine.beaten(1, Beat(("m-0",), {}, frozenset()), 0)
+    assert machine.answered(1, {0: Answer(0, -1)}, 0) == [Open(1, 0, SHARD_EPOCH_MAX)]
+    machine.opened(0, SHARD_EPOCH_MAX, 1)
+    assert machine.settled()
 
 
 def _asks(machine: LeaseMachine, now_ms: float) -> list[Action]:

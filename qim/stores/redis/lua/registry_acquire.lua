@@ -2,7 +2,8 @@
 -- KEYS: 1 hash id -> "<epoch> <owner> <grant id>"  2 hash grant id -> "<last beat> <owner> <process>"
 --   3 version of the route map
 -- ARGV: 1 owner  2 grant id: ids that already have it keep their epoch  3 greatest epoch there may be
---   4 age of the last beat from which a lease may be taken, ms, then the ids
+--   4 age of the last beat from which a lease may be taken, ms
+--   5 1: an id whose epochs are used up gets the asker as its reader, under the epoch it has; then the ids
 -- RETURN: {epoch or 0, ms to wait or -1 when the epochs are used up, ...}, a pair per id, in order
 -- Atomicity: all checks come first; the first write is the only one that can fail.
 -- Complexity: O(ids).
@@ -10,7 +11,7 @@
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local last, wait = tonumber(ARGV[3]), tonumber(ARGV[4])
-local rows = redis.call('HMGET', KEYS[1], unpack(ARGV, 5))
+local rows = redis.call('HMGET', KEYS[1], unpack(ARGV, 6))
 local reply, writes, left = {}, {}, {}
 
 -- Milliseconds until a lease of this grant may be taken by somebody else.
@@ -36,12 +37,17 @@ for i, row in ipairs(rows) do
     if owner ~= '-' and owner ~= ARGV[1] then
       wait_ms = wait_of(grant)
     end
-    if epoch >= last then
-      wait_ms = -1
-    elseif wait_ms == 0 then
-      granted = epoch + 1
-      writes[#writes + 1] = ARGV[i + 4]
-      writes[#writes + 1] = string.format('%.0f %s %s', granted, ARGV[1], ARGV[2])
+    if wait_ms == 0 then
+      if epoch >= last then
+        wait_ms = -1
+      else
+        epoch = epoch + 1
+        granted = epoch
+      end
+      if granted > 0 or ARGV[5] == '1' then
+        writes[#writes + 1] = ARGV[i + 5]
+        writes[#writes + 1] = string.format('%.0f %s %s', epoch, ARGV[1], ARGV[2])
+      end
     end
   end
   reply[#reply + 1] = granted

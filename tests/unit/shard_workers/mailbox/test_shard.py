@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from qim.core import ids
-from qim.core.seq import LaneVector, log_offset_of, mailbox_seq
+from qim.core.seq import SHARD_EPOCH_MAX, LaneVector, log_offset_of, mailbox_seq
 from qim.errors import StoreUnavailable
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import SHARD_MOVED
-from qim.registry.api import EpochBoundary, LeaseKind
+from qim.registry.api import EpochBoundary, Grant, LeaseKind
 from qim.shard_workers.mailbox.expand import Dispatch
 from qim.shard_workers.mailbox.machine import FOLD_SAVE_RECORDS
 from qim.shard_workers.mailbox.runner import MailboxRole
@@ -73,6 +73,29 @@ async def test_boundaries_tell_which_epoch_owned_which_offset(world: Pipeline) -
     assert [entry.mailbox_seq for entry in await world.entries("bob")] == [
         *(mailbox_seq(1, n) for n in range(3)), *(mailbox_seq(2, n) for n in (3, 4))
     ]  # fmt: skip
+
+
+async def test_the_last_epoch_under_another_grant_is_read_and_never_written(world: Pipeline) -> None:
+    """26.6.6: no greater epoch can be had, so the successor of its owner has none."""
+    await world.kill("mailbox-0")
+    held = world.registry._leases[LeaseKind.MAILBOX_SHARD][BOB_SHARD]
+    world.registry._leases[LeaseKind.MAILBOX_SHARD][BOB_SHARD] = held._replace(epoch=SHARD_EPOCH_MAX - 1)
+    await world.start_mailbox()
+    await send(world, 0, 2)
+    await arrived(world, 2)
+    role = world.roles["mailbox-0"]
+    assert isinstance(role, MailboxRole)
+    role.drop_shard(BOB_SHARD)
+    await role.open_shard(Grant(LeaseKind.MAILBOX_SHARD, BOB_SHARD, "mailbox-0", SHARD_EPOCH_MAX, "successor"))
+    await eventually(role.ready)
+    await send(world, 2, 1)
+    runner = runner_of(world)
+    await eventually(lambda: runner.machine.next_offset == 3)
+    await arrived(world, 2)
+    assert runner.machine.read_only
+    assert runner.machine.calls_in_flight() == 0
+    assert runner.machine.acked[BOB_LANE] == mailbox_seq(SHARD_EPOCH_MAX, 1)
+    assert runner.retention_view() is None
 
 
 async def test_a_takeover_that_is_interrupted_finds_its_own_boundary(
