@@ -12,7 +12,7 @@ from qim.gateway.table import ConnectionTable
 from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.protocol.entry import push_frame_parts
-from qim.protocol.internal import PushRows, decode_push_rows
+from qim.protocol.internal import PushRows, decode_push_rows, user_key
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty, PresenceStale
 
@@ -39,7 +39,8 @@ class PushDelivery:
             connection = self._table.by_id.get(device.connection_id)
             session = connection.session if connection else None
             if connection is None or session is None or session.epoch != device.session_epoch:
-                self._stale(peer, device.tenant_id, device.connection_id, device.session_epoch, session)
+                key = user_key(device.tenant_id, device.user_id)
+                self._stale(peer, device.tenant_id, key, device.connection_id, device.session_epoch, session)
             else:
                 connection.mark_dirty()
 
@@ -47,11 +48,11 @@ class PushDelivery:
         find = self._table.by_id.get
         common = batch.common
         head, head_seq, head_ref_bytes = b"", -1, 0
-        for user_key, connection_id, epoch, mailbox_seq, ref in batch.rows:
+        for key, connection_id, epoch, mailbox_seq, ref in batch.rows:
             connection = find(connection_id)
             session = connection.session if connection is not None else None
-            if connection is None or session is None or session.epoch != epoch or session.user_key != user_key:
-                self._stale(peer, batch.tenant_id, connection_id, epoch, session)
+            if connection is None or session is None or session.epoch != epoch or session.user_key != key:
+                self._stale(peer, batch.tenant_id, key, connection_id, epoch, session)
             elif connection.barrier is None:
                 if mailbox_seq != head_seq or len(ref) != head_ref_bytes:
                     # recipients of one dispatch share mailbox_seq, so nearly all of them share the head
@@ -69,12 +70,12 @@ class PushDelivery:
         if not connection.barrier.hold(push):
             connection.mark_dirty()
 
-    def _stale(self, peer: str, tenant_id: str, connection_id: int, epoch: int, session: Session | None) -> None:
+    def _stale(
+        self, peer: str, tenant_id: str, key: bytes, connection_id: int, epoch: int, session: Session | None
+    ) -> None:
         """The MailboxNode's index is behind: it is told what it named and what is here instead (§5.4.3)."""
         metrics.SESSION_EPOCH_REJECT_TOTAL.inc()
         device = DeviceTarget(tenant_id=tenant_id, connection_id=connection_id, session_epoch=epoch)
-        if session is not None:
-            device.user_id = session.user_id
-            device.device_id = session.device_id
-        stale = PresenceStale(device=device, observed_epoch=session.epoch if session is not None else 0)
+        observed = session.epoch if session is not None else 0
+        stale = PresenceStale(device=device, observed_epoch=observed, user_key=key)
         self._backplane.notify(peer, InternalOpcode.PRESENCE_STALE, stale.SerializeToString())

@@ -1386,12 +1386,14 @@ class SessionListPullReply(_message.Message):
     def __init__(self, error: _Optional[_Union[Error, _Mapping]] = ..., batch: _Optional[bytes] = ...) -> None: ...
 
 class PresenceStale(_message.Message):
-    __slots__ = ("device", "observed_epoch")
+    __slots__ = ("device", "observed_epoch", "user_key")
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    USER_KEY_FIELD_NUMBER: _ClassVar[int]
     device: DeviceTarget
     observed_epoch: int
-    def __init__(self, device: _Optional[_Union[DeviceTarget, _Mapping]] = ..., observed_epoch: _Optional[int] = ...) -> None: ...
+    user_key: bytes
+    def __init__(self, device: _Optional[_Union[DeviceTarget, _Mapping]] = ..., observed_epoch: _Optional[int] = ..., user_key: _Optional[bytes] = ...) -> None: ...
 
 class MarkDirty(_message.Message):
     __slots__ = ("devices", "shard", "shard_epoch")

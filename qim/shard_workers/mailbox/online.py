@@ -53,10 +53,12 @@ class OnlineDevice:
 class OnlineIndex:
     """(tenant, user) -> devices."""
 
-    __slots__ = ("_count", "_tenants")
+    __slots__ = ("_count", "_names", "_tenants")
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[str, tuple[OnlineDevice, ...]]] = {}
+        self._names: dict[bytes, str] = {}
+        """user_key -> user, of everybody in the index."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -85,6 +87,10 @@ class OnlineIndex:
     def devices_of(self, tenant_id: str, user_id: str) -> Sequence[OnlineDevice]:
         users = self._tenants.get(tenant_id)
         return users.get(user_id, ()) if users is not None else ()
+
+    def user_of(self, key: bytes) -> str:
+        """Who has this `user_key`; "" for nobody who is online."""
+        return self._names.get(key, "")
 
     def users_of(self, tenant_id: str) -> dict[str, tuple[OnlineDevice, ...]]:
         """user -> devices of one tenant, for many look-ups; do not change it."""
@@ -132,10 +138,15 @@ class OnlineIndex:
 
     def _set(self, tenant_id: str, user_id: str, devices: tuple[OnlineDevice, ...]) -> None:
         users = self._tenants.setdefault(tenant_id, {})
-        self._count += len(devices) - len(users.get(user_id, ()))
+        before = users.get(user_id, ())
+        self._count += len(devices) - len(before)
         if devices:
             users[user_id] = devices
+            if not before:
+                self._names[devices[0].user_key] = user_id
         else:
-            users.pop(user_id, None)
+            if before:
+                del self._names[before[0].user_key]
+                del users[user_id]
             if not users:
                 del self._tenants[tenant_id]

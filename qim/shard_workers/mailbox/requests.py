@@ -187,7 +187,9 @@ class GatewayRequests:
     def presence_stale(self, peer: str, body: bytes) -> None:
         """A push met a connection that is gone or another session's (§5.4.3)."""
         metrics.PRESENCE_STALE_TOTAL.inc()
-        self._forget(PresenceStale.FromString(body).device)
+        stale = PresenceStale.FromString(body)
+        stale.device.user_id = self._index.user_of(stale.user_key)
+        self._forget(stale.device)
 
     def _forget(self, target: DeviceTarget) -> None:
         for device in self._index.devices_of(target.tenant_id, target.user_id):

@@ -67,7 +67,7 @@ async def test_pushes_to_other_sessions_are_dropped_and_reported() -> None:
             (connection_id, 1, 1),
             (1, 3, 0),
         ]
-        assert [s.device.user_id for s in stale] == ["ann", "ann", ""]
+        assert [s.user_key for s in stale] == [user_key(TENANT, user) for user in ("ann", "eve", "ann")]
 
 
 async def test_dirty_is_told_once_shown_in_pong_and_cleared_by_a_pull() -> None:

@@ -35,10 +35,12 @@ def test_devices_of_a_user_are_found_until_they_close() -> None:
     assert not index.close("t", "u", "g1", 2), "connections are those of their gateway"
     assert connections(index) == [2]
     assert len(index) == 2
+    assert (index.user_of(user_key("t", "u")), index.user_of(user_key("t", "w"))) == ("u", "")
     index.close("t", "u", "g0", 2)
     index.close("t", "v", "g0", 3)
     assert index.users_of("t") == {}
     assert index.users_of("other") == {}
+    assert index.user_of(user_key("t", "u")) == ""
     assert len(index) == 0
 
 

@@ -10,6 +10,7 @@ from qim.core import ids
 from qim.core.seq import log_offset_of, mailbox_seq
 from qim.errors import Fenced, StoreUnavailable
 from qim.presence.layout import PresenceEntry
+from qim.protocol.internal import user_key
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import (
     CURSOR_REBASED,
@@ -351,11 +352,20 @@ async def test_closed_and_stale_connections_get_no_more_pushes(world: Pipeline) 
     gateway.notify("mailbox-0", InternalOpcode.CLOSE_SESSION, close.SerializeToString())
     await world.send(AB, "alice", "one")
     await eventually(lambda: len(world.gateway.pushed(8)) == 1)
-    stale = PresenceStale(device=device("bob", 8, "tablet"))
-    gateway.notify("mailbox-0", InternalOpcode.PRESENCE_STALE, stale.SerializeToString())
+
+    def stale(user: str) -> None:
+        """As a gateway reports a connection it does not have: it cannot name who had it."""
+        named = device("", 8, "")
+        report = PresenceStale(device=named, user_key=user_key(TENANT, user))
+        gateway.notify("mailbox-0", InternalOpcode.PRESENCE_STALE, report.SerializeToString())
+
+    stale("eve")
+    await world.send(AB, "alice", "another's report ends nothing of bob's")
+    await eventually(lambda: len(world.gateway.pushed(8)) == 2)
+    stale("bob")
     await world.send(AB, "alice", "two")
-    await arrived(world, "bob", ["one", "two"])
-    assert len(world.gateway.pushed(8)) == 1
+    await arrived(world, "bob", ["one", "another's report ends nothing of bob's", "two"])
+    assert len(world.gateway.pushed(8)) == 2
     assert not world.gateway.pushed(7)
 
 
