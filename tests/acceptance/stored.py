@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import redis
 
 from qim.stores.api import StoredRow
 from qim.stores.mailbox_layout import split_member
 from qim.stores.redis import keys
-from tests.acceptance.harness import TENANT, Node
+from tests.acceptance.harness import TENANT
 
 _KEYS_AT_ONCE = 2000
+
+
+class Servers(Protocol):
+    """A node, in this process or in its own."""
+
+    @property
+    def core_address(self) -> str: ...
+
+    @property
+    def mailbox_address(self) -> str: ...
 
 
 def connected(address: str) -> redis.Redis:
@@ -19,7 +30,7 @@ def connected(address: str) -> redis.Redis:
     return redis.Redis(unix_socket_path=address.removeprefix("unix://"))
 
 
-def all_entries(node: Node) -> Iterator[tuple[str, StoredRow]]:
+def all_entries(node: Servers) -> Iterator[tuple[str, StoredRow]]:
     """(user, entry) of every entry in every mailbox of the store."""
     with connected(node.mailbox_address) as store:
         names = set(store.scan_iter(match=f"{keys.mailbox_prefix('*', '*')}*", count=10_000))
@@ -36,7 +47,7 @@ def all_entries(node: Node) -> Iterator[tuple[str, StoredRow]]:
                         yield user, split_member(member)
 
 
-def all_records(node: Node, conversation_id: str) -> list[tuple[int, bytes]]:
+def all_records(node: Servers, conversation_id: str) -> list[tuple[int, bytes]]:
     """(conversation_seq, record) of every row the MessageStore holds for a conversation."""
     found: list[tuple[int, bytes]] = []
     with connected(node.core_address) as store:
