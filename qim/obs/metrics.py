@@ -13,6 +13,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
+from qim.obs.tally import TalliedCounter, TalliedHistogram
+
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 REGISTRY: Final = CollectorRegistry(auto_describe=False)
@@ -24,7 +26,7 @@ _SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 def _counter(name: str, text: str, *labels: str) -> Counter:
-    return Counter(name, text, labels, registry=REGISTRY)
+    return TalliedCounter(name, text, labels, registry=REGISTRY)
 
 
 def _gauge(name: str, text: str, *labels: str) -> Gauge:
@@ -32,11 +34,11 @@ def _gauge(name: str, text: str, *labels: str) -> Gauge:
 
 
 def _latency_ms(name: str, text: str, *labels: str) -> Histogram:
-    return Histogram(name, text, labels, registry=REGISTRY, buckets=_LATENCY_MS)
+    return TalliedHistogram(name, text, labels, registry=REGISTRY, buckets=_LATENCY_MS)
 
 
 def _size(name: str, text: str, *labels: str) -> Histogram:
-    return Histogram(name, text, labels, registry=REGISTRY, buckets=_SIZES)
+    return TalliedHistogram(name, text, labels, registry=REGISTRY, buckets=_SIZES)
 
 
 # ------------------------------------------------------------------------------- connection and authentication (24.1.1)

@@ -1,0 +1,63 @@
+"""Counters and histograms that cost next to nothing per event: they tally, and add up when somebody looks.
+
+`prometheus_client` takes a lock and runs four Python functions per event; a message passes a dozen of them. Events are
+tallied on one thread, the loop's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Final
+
+from prometheus_client import Counter, Histogram
+from prometheus_client.samples import Sample
+
+SEEN_MAX: Final = 1024
+"""Observations held before they are sorted into their buckets: 0.1 ms a time."""
+
+
+class TalliedCounter(Counter):
+    """`Counter` with a plain number in front. AttributeError for an event of a labelled counter without its labels."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._tally = 0.0
+
+    def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
+        """Count; there are no exemplars here."""
+        self._tally += amount
+
+    def _child_samples(self) -> Iterable[Sample]:
+        tally, self._tally = self._tally, 0.0
+        super().inc(tally)
+        return super()._child_samples()
+
+
+class TalliedHistogram(Histogram):
+    """`Histogram` with a list in front. AttributeError for an event of a labelled one without its labels."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._seen: list[float] = []
+
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        """Note an observation; there are no exemplars here."""
+        seen = self._seen
+        seen.append(amount)
+        if len(seen) >= SEEN_MAX:
+            self._sort_in()
+
+    def _child_samples(self) -> Iterable[Sample]:
+        self._sort_in()
+        return super()._child_samples()
+
+    def _sort_in(self) -> None:
+        seen, self._seen = self._seen, []
+        seen.sort()
+        self._sum.inc(sum(seen))
+        below = 0
+        for bucket, bound in zip(self._buckets, self._upper_bounds, strict=True):
+            up_to = bisect_right(seen, bound, below)
+            bucket.inc(up_to - below)
+            below = up_to

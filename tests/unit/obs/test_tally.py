@@ -1,0 +1,60 @@
+"""Tallied metrics show what the library's own would show."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from qim.obs.tally import SEEN_MAX, TalliedCounter, TalliedHistogram
+
+BUCKETS = (0.5, 1, 2, 5, 10)
+
+
+def test_a_counter_shows_all_it_counted_each_time_it_is_read() -> None:
+    registry = CollectorRegistry()
+    counter = TalliedCounter("sends_total", "x", registry=registry)
+    counter.inc()
+    counter.inc(4)
+    assert registry.get_sample_value("sends_total") == 5
+    assert registry.get_sample_value("sends_total") == 5
+    counter.inc()
+    assert registry.get_sample_value("sends_total") == 6
+
+
+def test_every_label_has_a_tally_of_its_own() -> None:
+    registry = CollectorRegistry()
+    counter = TalliedCounter("refused_total", "x", ("code",), registry=registry)
+    counter.labels(code="a").inc()
+    counter.labels(code="b").inc(2)
+    counter.labels(code="a").inc()
+    assert registry.get_sample_value("refused_total", {"code": "a"}) == 2
+    assert registry.get_sample_value("refused_total", {"code": "b"}) == 2
+    with pytest.raises(AttributeError):
+        counter.inc()
+
+
+def test_the_text_is_the_one_of_the_library() -> None:
+    """On both sides of every bound, past the last one, and over the point where held values are sorted in."""
+    chance = random.Random(7)
+    values = [chance.choice((*BUCKETS, chance.uniform(0, 12))) for _ in range(3 * SEEN_MAX + 5)]
+    texts = []
+    for kind_of_counter, kind_of_histogram in ((Counter, Histogram), (TalliedCounter, TalliedHistogram)):
+        registry = CollectorRegistry()
+        histogram = kind_of_histogram("wait_ms", "x", ("to",), registry=registry, buckets=BUCKETS)
+        counter = kind_of_counter("waits_total", "x", registry=registry)
+        for value in values:
+            histogram.labels(to="a").observe(round(value, 1))
+            counter.inc()
+        texts.append([line for line in generate_latest(registry).decode().splitlines() if "_sum" not in line])
+        total = registry.get_sample_value("wait_ms_sum", {"to": "a"})
+        assert total == pytest.approx(sum(round(value, 1) for value in values))
+    assert texts[0] == texts[1]
+
+
+def test_observations_are_held_in_bounded_number() -> None:
+    histogram = TalliedHistogram("size", "x", registry=CollectorRegistry(), buckets=BUCKETS)
+    for number in range(10 * SEEN_MAX):
+        histogram.observe(number)
+        assert len(histogram._seen) < SEEN_MAX
