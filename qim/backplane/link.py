@@ -171,19 +171,20 @@ class Link(asyncio.Protocol):
         """Hand out every whole frame; (bytes used, bytes needed from there on before the next call can use any)."""
         at = 0
         end = len(data)
+        link_frame = self._events.link_frame
         while end - at >= HEADER_BYTES:
-            _, _, _, opcode, request_id, stream_id, body_bytes, _ = decode_header(data, at)
+            _, _, opcode, request_id, stream_id, body_bytes = decode_header(data, at)
             if body_bytes > BODY_BYTES_MAX:
                 raise FramingError(f"body of {body_bytes} bytes exceeds {BODY_BYTES_MAX}")
-            frame_end = at + HEADER_BYTES + body_bytes
+            body_at = at + HEADER_BYTES
+            frame_end = body_at + body_bytes
             if frame_end > end:
                 return at, HEADER_BYTES + body_bytes
-            body = data[at + HEADER_BYTES : frame_end]
             at = frame_end
             if self.remote is not None:
-                self._events.link_frame(self, opcode, request_id, stream_id, body)
+                link_frame(self, opcode, request_id, stream_id, data[body_at:frame_end])
             elif opcode == InternalOpcode.HELLO:
-                self.remote = Hello.decode(body)
+                self.remote = Hello.decode(data[body_at:frame_end])
                 self._events.link_opened(self)
             else:
                 raise FramingError("a frame before HELLO")

@@ -6,10 +6,11 @@ the writer and the MailboxNode, which hold it.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from qim.config.parameters import Parameters
-from qim.core.ids import CLIENT_MESSAGE_ID_BYTES_MAX, conversation_kind, direct_members, is_name
+from qim.core.ids import CLIENT_MESSAGE_ID_BYTES_MAX, ROOM_PREFIX, conversation_kind, direct_members, is_name
 from qim.errors import Detail, ErrorCode
 from qim.protocol.qim_pb2 import (
     MESSAGE_TYPE_CONTROL,
@@ -40,6 +41,7 @@ TOO_LARGE: Final = Refused(ErrorCode.PAYLOAD_TOO_LARGE)
 UNSERVED: Final = Refused(ErrorCode.UPGRADE_REQUIRED)
 
 
+@lru_cache(maxsize=1 << 14)
 def may_address(conversation_id: str, user_id: str) -> bool:
     """A well-formed conversation that may have this user as a member."""
     kind = conversation_kind(conversation_id)
@@ -50,13 +52,17 @@ def may_address(conversation_id: str, user_id: str) -> bool:
 
 def check_send(message: SendMessage, user_id: str, limits: Parameters) -> Refused | None:
     """None passes a SEND_MESSAGE on to the writer."""
-    if not may_address(message.conversation_id, user_id):
+    conversation_id = message.conversation_id
+    if not may_address(conversation_id, user_id):
         return DENIED
-    if conversation_kind(message.conversation_id) == "room":
+    if conversation_id.startswith(ROOM_PREFIX):
         return UNSERVED
     if (
         len(message.payload) > limits.max_custom_payload_bytes
-        or len(message.media_metadata.thumbnail) > limits.media_thumbnail_max_bytes
+        or (
+            message.HasField("media_metadata")
+            and len(message.media_metadata.thumbnail) > limits.media_thumbnail_max_bytes
+        )
         or len(message.custom_type.encode()) > limits.custom_type_max_bytes
     ):
         return TOO_LARGE
@@ -66,7 +72,7 @@ def check_send(message: SendMessage, user_id: str, limits: Parameters) -> Refuse
         return BAD_REQUEST
     if len(message.after_client_message_id.encode()) > CLIENT_MESSAGE_ID_BYTES_MAX:
         return BAD_REQUEST
-    if not all(map(is_name, message.mention_targets.user_ids)):
+    if message.HasField("mention_targets") and not all(map(is_name, message.mention_targets.user_ids)):
         return BAD_REQUEST
     return None
 

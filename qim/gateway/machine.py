@@ -6,13 +6,13 @@ of what it started through `on_event`, and asks `due` when the heartbeat wheel r
 
 from __future__ import annotations
 
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import Final
 
 from qim.protocol.opcodes import UPSTREAM, Opcode
 
 
-class State(Enum):
+class State(IntEnum):
     UNAUTHENTICATED = auto()
     """TLS is up, no valid AUTH yet: bounded by `unauth_connection_timeout`."""
     AUTHENTICATING = auto()
@@ -25,7 +25,7 @@ class State(Enum):
     """Nothing is read or answered any more."""
 
 
-class Frame(Enum):
+class Frame(IntEnum):
     """Kinds of upstream frames that differ in treatment."""
 
     AUTH = auto()
@@ -51,7 +51,7 @@ class Event(Enum):
     CLOSE = auto()
 
 
-class Step(Enum):
+class Step(IntEnum):
     """What the driver does with a frame."""
 
     AUTHENTICATE = auto()

@@ -84,7 +84,7 @@ class ConnectionNode:
 
     __slots__ = (
         "_clock", "_follower", "_ids", "_limits", "_listener", "_parameters", "_presence", "_push", "_receive",
-        "_router", "_routing", "_sessions", "_table", "_wheel", "_writer", "accepting",
+        "_requests", "_router", "_routing", "_sessions", "_table", "_wheel", "_writer", "accepting",
     )  # fmt: skip
 
     def __init__(
@@ -126,14 +126,19 @@ class ConnectionNode:
             verifier=TokenVerifier(settings.token_key),
         )
         self._follower = ShardFollower(self._sessions, self._table, at_once=REOPEN_AT_ONCE, retry_ms=REOPEN_RETRY_MS)
-        requests = Requests(surroundings, _admission(parameters))
-        self._router = FrameRouter(sessions=self._sessions, requests=requests, parameters=parameters, clock=clock)
+        self._requests = Requests(surroundings, _admission(parameters))
+        self._router = FrameRouter(sessions=self._sessions, requests=self._requests, parameters=parameters, clock=clock)
 
     # -------------------------------------------------------------------------------------------------- life cycle
 
     @property
     def port(self) -> int:
         return self._listener.port
+
+    @property
+    def sends_open(self) -> int:
+        """Sends that wait for their writer."""
+        return self._requests.sends_open
 
     def __len__(self) -> int:
         """Open connections."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from qim.errors import ErrorCode
+from qim.protocol.entry import varint
 from qim.protocol.header import encode_frame
 from qim.protocol.opcodes import STREAM_OF, Opcode
 from qim.protocol.qim_pb2 import Error
+
+_ACK_TAG: Final = b"\x0a"
+"""Of `SubmitSendReply.ack`; a length of one or two bytes follows."""
+_REQUEST_ID_TAG: Final = b"\x08"
+"""Of `SendAck.request_id`."""
 
 
 def frame_bytes(opcode: Opcode, body: bytes, request_id: int = 0) -> bytes:
@@ -25,6 +33,19 @@ def error_body(
         client_message_id=client_message_id,
     )
     return error.SerializeToString()
+
+
+def send_ack_body(answer: bytes, request_id: int) -> bytes | None:
+    """SEND_ACK out of a SubmitSendReply that is nothing but an ack, which is copied unread; None for any other.
+
+    What follows in a message overrides what was there: the request_id of the frame has the last word.
+    """
+    if len(answer) < 3 or answer[:1] != _ACK_TAG:
+        return None
+    at = 2 if answer[1] < 0x80 else 3
+    if answer[1:at] != varint(len(answer) - at):
+        return None
+    return answer[at:] + _REQUEST_ID_TAG + varint(request_id)
 
 
 def forwarded_error_body(error: Error, request_id: int, client_message_id: str = "") -> bytes:

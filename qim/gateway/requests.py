@@ -1,24 +1,26 @@
 """Requests of clients that other parts answer: sends and group changes to writers, pulls to MailboxNodes.
 
-Every request of a connection is written to its peer's link in the order it arrived (a task starts in the order it was
-made and `Backplane.request` queues before it first waits), so one sender's order is the writer's. Answers are matched
-by `request_id`. A peer that does not answer costs the client a retryable error, never a final one (DESIGN-data §3.6).
+Sends are queued for their writer's link when they are read, so one sender's order is the writer's; everything else is
+a task. Answers are matched by `request_id`. A peer that does not answer costs the client a retryable error, never a
+final one (DESIGN-data §3.6).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, Final
 
 from google.protobuf.message import DecodeError, Message
 
+from qim.backplane.api import PeerUnavailable
 from qim.core.ids import group_conversation_id
 from qim.errors import Detail, ErrorCode
 from qim.gateway.admission import Admission, Refusal
 from qim.gateway.checks import BAD_REQUEST, Refused, check_group, check_history, check_pull, check_send
 from qim.gateway.connection import ClientConnection, Session
-from qim.gateway.replies import code_of, forwarded_error_body
+from qim.gateway.replies import code_of, forwarded_error_body, send_ack_body
 from qim.gateway.surroundings import Surroundings
 from qim.gateway.sync import QueuedPull, Verdict
 from qim.obs import metrics
@@ -65,9 +67,11 @@ _BATCH_ENTRY_TAG: Final = b"\x0a"
 class Requests:
     """Runs the requests of all connections of a worker."""
 
-    __slots__ = ("_admission", "_around", "_parameters", "_pulls_to")
+    __slots__ = ("_admission", "_around", "_parameters", "_pulls_to", "sends_open")
 
     def __init__(self, surroundings: Surroundings, admission: Admission) -> None:
+        self.sends_open = 0
+        """Sends of all connections that wait for an answer; everything else that waits is a task."""
         self._around = surroundings
         self._parameters = surroundings.parameters
         self._admission = admission
@@ -100,11 +104,7 @@ class Requests:
                 client_message_id=client_message_id,
             )
             return
-        body = session.submit_prefix + _SUBMIT_MESSAGE_TAG + varint(len(frame.body)) + frame.body
-        if session.limits_lifted:
-            body += _SUBMIT_LIMITS_LIFTED
-        writer = self._around.routing.writer_of(session.tenant_id, message.conversation_id)
-        self._start(connection, "send", self._submit(connection, session, frame.request_id, message, writer, body))
+        self._submit(connection, session, frame, message, now_ms)
 
     def change_group(self, connection: ClientConnection, session: Session, frame: Frame, now_ms: float) -> None:
         """CREATE_GROUP and LEAVE_GROUP: the actor is the authenticated connection, never a field (§3.17, §3.18)."""
@@ -127,33 +127,68 @@ class Requests:
         work = self._submit_group(connection, frame.request_id, writer, opcode, submit.SerializeToString())
         self._start(connection, "group change", work)
 
-    async def _submit(
+    def _submit(
+        self, connection: ClientConnection, session: Session, frame: Frame, message: SendMessage, now_ms: float
+    ) -> None:
+        connection.in_flight += 1
+        self.sends_open += 1
+        request_id = frame.request_id
+        on_answer = partial(self._submitted, connection, session, request_id, message, now_ms)
+        writer = self._around.routing.writer_of(session.tenant_id, message.conversation_id)
+        if writer is None:
+            on_answer(PeerUnavailable("no writer owns the bucket"))
+            return
+        lifted = _SUBMIT_LIMITS_LIFTED if session.limits_lifted else b""
+        body = b"".join((session.submit_prefix, _SUBMIT_MESSAGE_TAG, varint(len(frame.body)), frame.body, lifted))
+        self._around.backplane.ask(
+            writer, InternalOpcode.SUBMIT_SEND, body, on_answer, timeout_ms=self._parameters.submit_timeout_ms
+        )
+
+    def _submitted(
         self,
         connection: ClientConnection,
         session: Session,
         request_id: int,
         message: SendMessage,
-        writer: str | None,
-        body: bytes,
+        started_ms: float,
+        answer: bytes | PeerUnavailable,
     ) -> None:
-        client_message_id = message.client_message_id
-        started_ms = self._around.clock.monotonic_ms()
-        answer = await self._around.ask(writer, InternalOpcode.SUBMIT_SEND, body)
-        reply = SubmitSendReply()
-        if answer is None or not _parse(reply, answer):
-            metrics.SEND_REJECT_TOTAL.labels(code=ErrorCode.REGION_FAILOVER.name).inc()
-            self._failover(connection, request_id, client_message_id)
-        elif reply.HasField("error"):
-            self._learn(reply.error)
-            metrics.SEND_REJECT_TOTAL.labels(code=_code_name(reply.error)).inc()
-            if reply.error.detail == Detail.DELIVERY_LAG:
-                session.held_conversation_id = message.conversation_id
-                session.held_until_ms = self._around.clock.monotonic_ms() + reply.error.retry_after_ms
-            connection.reply(Opcode.ERROR, forwarded_error_body(reply.error, request_id, client_message_id), request_id)
-        else:
+        connection.in_flight -= 1
+        self.sends_open -= 1
+        if not isinstance(answer, bytes):
+            self._around.peer_failed(InternalOpcode.SUBMIT_SEND, answer)
+            self._send_failed(connection, request_id, message)
+            return
+        ack = send_ack_body(answer, request_id)
+        if ack is None:
+            reply = SubmitSendReply()
+            if not _parse(reply, answer) or not (reply.HasField("ack") or reply.HasField("error")):
+                self._send_failed(connection, request_id, message)
+                return
+            if reply.HasField("error"):
+                self._refused(connection, session, request_id, message, reply.error)
+                return
             reply.ack.request_id = request_id
-            connection.reply(Opcode.SEND_ACK, reply.ack.SerializeToString(), request_id)
-            metrics.SEND_TO_ACK_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
+            ack = reply.ack.SerializeToString()
+        connection.reply(Opcode.SEND_ACK, ack, request_id)
+        metrics.SEND_TO_ACK_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
+
+    def _send_failed(self, connection: ClientConnection, request_id: int, message: SendMessage) -> None:
+        """Committed or not, nobody knows here: the same send again finds out (DESIGN-data §3.6)."""
+        metrics.SEND_REJECT_TOTAL.labels(code=ErrorCode.REGION_FAILOVER.name).inc()
+        self._failover(connection, request_id, message.client_message_id)
+
+    def _refused(
+        self, connection: ClientConnection, session: Session, request_id: int, message: SendMessage, error: Error
+    ) -> None:
+        """The writer's ERROR."""
+        self._learn(error)
+        metrics.SEND_REJECT_TOTAL.labels(code=_code_name(error)).inc()
+        if error.detail == Detail.DELIVERY_LAG:
+            session.held_conversation_id = message.conversation_id
+            session.held_until_ms = self._around.clock.monotonic_ms() + error.retry_after_ms
+        body = forwarded_error_body(error, request_id, message.client_message_id)
+        connection.reply(Opcode.ERROR, body, request_id)
 
     async def _submit_group(
         self, connection: ClientConnection, request_id: int, writer: str | None, opcode: InternalOpcode, body: bytes

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-from qim.backplane.api import Backplane
+from qim.backplane.api import AskingBackplane
 from qim.config.parameters import Parameters
 from qim.gateway.node import ConnectionNode, GatewaySettings
 from qim.gateway.routing import Routes, Routing
@@ -34,7 +34,7 @@ class GatewayRole:
         settings: GatewaySettings,
         *,
         parameters: Parameters,
-        backplane: Backplane,
+        backplane: AskingBackplane,
         routes: Routes,
         registry: SessionOpener,
         clock: Clock,
@@ -88,7 +88,8 @@ class GatewayRole:
             return
         node.stop_accepting()
         await self._wait_until(
-            lambda: len(self._surroundings.work) == 0, self._surroundings.parameters.submit_timeout_ms
+            lambda: len(self._surroundings.work) == 0 and node.sends_open == 0,
+            self._surroundings.parameters.submit_timeout_ms,
         )
         node.close_all("drain")
         await self._wait_until(lambda: len(node) == 0, CLOSE_WAIT_MS)

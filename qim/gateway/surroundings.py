@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from qim.backplane.api import Backplane, PeerUnavailable
+from qim.backplane.api import AskingBackplane, PeerUnavailable
 from qim.config.parameters import Parameters
 from qim.gateway.routing import Routing
 from qim.obs.logs import get_logger
@@ -24,11 +24,11 @@ RETRY_JITTER_RATIO: Final = 0.3
 class Surroundings:
     """Handed to the parts at construction."""
 
-    backplane: Backplane
+    backplane: AskingBackplane
     routing: Routing
     parameters: Parameters
     work: TaskSet
-    """One task per request; one that fails concerns one client."""
+    """One task per request that is no send; one that fails concerns one client."""
     clock: Clock
     random_unit: Callable[[], float]
 
@@ -38,9 +38,15 @@ class Surroundings:
             try:
                 return await self.backplane.request(peer, opcode, body, timeout_ms=self.parameters.submit_timeout_ms)
             except PeerUnavailable as error:
-                log.debug("peer_unavailable", peer=peer, opcode=int(opcode), reason=str(error))
+                self.peer_failed(opcode, error)
+                return None
         self.routing.peer_failed()
         return None
+
+    def peer_failed(self, opcode: InternalOpcode, error: PeerUnavailable) -> None:
+        """A request was not answered."""
+        log.debug("peer_unavailable", opcode=int(opcode), reason=str(error))
+        self.routing.peer_failed()
 
     def jittered_ms(self, base_ms: float) -> int:
         """`base_ms` ± 30 %, at least 1."""

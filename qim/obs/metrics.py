@@ -13,7 +13,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from qim.obs.tally import TalliedCounter, TalliedHistogram
+from qim.obs.tally import TalliedCounter, TalliedGauge, TalliedHistogram
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -30,7 +30,7 @@ def _counter(name: str, text: str, *labels: str) -> Counter:
 
 
 def _gauge(name: str, text: str, *labels: str) -> Gauge:
-    return Gauge(name, text, labels, registry=REGISTRY)
+    return TalliedGauge(name, text, labels, registry=REGISTRY)
 
 
 def _latency_ms(name: str, text: str, *labels: str) -> Histogram:

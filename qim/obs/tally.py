@@ -1,4 +1,4 @@
-"""Counters and histograms that cost next to nothing per event: they tally, and add up when somebody looks.
+"""Counters, gauges and histograms that cost next to nothing per event: they tally, and sort when somebody looks.
 
 `prometheus_client` takes a lock and runs four Python functions per event; a message passes a dozen of them. Events are
 tallied on one thread, the loop's.
@@ -10,28 +10,64 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Final
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.samples import Sample
 
 SEEN_MAX: Final = 1024
 """Observations held before they are sorted into their buckets: 0.1 ms a time."""
 
 
+class PlainValue:
+    """What a metric keeps its number in; the library's takes a lock."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0.0
+
+    def inc(self, amount: float) -> None:
+        self.number += amount
+
+    def set(self, number: float, timestamp: float | None = None) -> None:
+        self.number = number
+
+    def get(self) -> float:
+        return self.number
+
+    def get_exemplar(self) -> None:
+        """There are none."""
+
+
 class TalliedCounter(Counter):
-    """`Counter` with a plain number in front. AttributeError for an event of a labelled counter without its labels."""
+    """`Counter` on a plain number. AttributeError for an event of a labelled counter without its labels."""
 
     def _metric_init(self) -> None:
         super()._metric_init()
-        self._tally = 0.0
+        self._value = PlainValue()
 
     def inc(self, amount: float = 1, exemplar: dict[str, str] | None = None) -> None:
         """Count; there are no exemplars here."""
-        self._tally += amount
+        self._value.number += amount
 
-    def _child_samples(self) -> Iterable[Sample]:
-        tally, self._tally = self._tally, 0.0
-        super().inc(tally)
-        return super()._child_samples()
+
+class TalliedGauge(Gauge):
+    """`Gauge` on a plain number. AttributeError for a labelled gauge without its labels."""
+
+    def _metric_init(self) -> None:
+        super()._metric_init()
+        self._value = PlainValue()
+
+    def inc(self, amount: float = 1) -> None:
+        """Count up."""
+        self._value.number += amount
+
+    def dec(self, amount: float = 1) -> None:
+        """Count down."""
+        self._value.number -= amount
+
+    def set(self, value: float) -> None:
+        """What it shows from now on."""
+        self._value.number = float(value)
 
 
 class TalliedHistogram(Histogram):

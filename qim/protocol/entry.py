@@ -63,6 +63,7 @@ def encode_own_ref(ref: bytes, client_message_id: str) -> bytes:
     return ref + b"\x42" + varint(len(encoded)) + encoded
 
 
+@lru_cache(maxsize=4096)
 def varint(value: int) -> bytes:
     """Protobuf base-128 varint."""
     out = bytearray()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from google_crc32c import value as crc32c
 
@@ -28,17 +28,6 @@ _WHOLE: Final = struct.Struct(">HBBHIHII")
 _CRC: Final = struct.Struct(">I")
 
 
-class Header(NamedTuple):
-    magic: int
-    version: int
-    flags: int
-    opcode: int
-    request_id: int
-    stream_id: int
-    body_len: int
-    header_crc: int
-
-
 def encode_header(opcode: int, body_len: int, *, request_id: int = 0, stream_id: int = 0, flags: int = 0) -> bytes:
     """20 bytes."""
     prefix = _PREFIX.pack(MAGIC, VERSION, flags, opcode, request_id, stream_id, body_len)
@@ -50,11 +39,11 @@ def encode_frame(opcode: int, body: bytes, *, request_id: int = 0, stream_id: in
     return encode_header(opcode, len(body), request_id=request_id, stream_id=stream_id, flags=flags) + body
 
 
-def decode_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Header:
-    """Header at `offset`; FramingError on wrong magic or CRC."""
-    header = Header._make(_WHOLE.unpack_from(buffer, offset))
-    if header.magic != MAGIC:
+def decode_header(buffer: bytes, offset: int = 0) -> tuple[int, int, int, int, int, int]:
+    """(version, flags, opcode, request_id, stream_id, body_len) at `offset`; FramingError on wrong magic or CRC."""
+    magic, version, flags, opcode, request_id, stream_id, body_len, header_crc = _WHOLE.unpack_from(buffer, offset)
+    if magic != MAGIC:
         raise FramingError("wrong magic")
-    if crc32c(bytes(buffer[offset : offset + 16])) != header.header_crc:
+    if crc32c(buffer[offset : offset + 16]) != header_crc:
         raise FramingError("wrong header CRC")
-    return header
+    return version, flags, opcode, request_id, stream_id, body_len

@@ -12,7 +12,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final
 
-from qim.backplane.api import LinkListener, NoticeHandler, PeerUnavailable, Priority, RequestHandler
+from qim.backplane.api import (
+    AnswerHandler,
+    LinkListener,
+    NoticeHandler,
+    PeerUnavailable,
+    Priority,
+    RequestHandler,
+)
 from tests.sim.loop import SimLoop, SimProcess
 
 RECONNECT_INITIAL_S: Final = 0.02
@@ -262,6 +269,17 @@ class SimBackplane:
             return await future
         finally:
             timer.cancel()
+
+    def ask(self, peer: str, opcode: int, body: bytes, on_answer: AnswerHandler, *, timeout_ms: int) -> None:
+        """A request in a task of its own: it dies with the process, and `on_answer` is never told."""
+        self.network.loop.create_task(self._ask(peer, opcode, body, on_answer, timeout_ms))
+
+    async def _ask(self, peer: str, opcode: int, body: bytes, on_answer: AnswerHandler, timeout_ms: int) -> None:
+        try:
+            outcome: bytes | PeerUnavailable = await self.request(peer, opcode, body, timeout_ms=timeout_ms)
+        except PeerUnavailable as error:
+            outcome = error
+        on_answer(outcome)
 
     async def start(self) -> None:
         self.network.bind(self)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from qim.backplane.api import (
+    AnswerHandler,
     LinkListener,
     NoticeHandler,
     PeerUnavailable,
@@ -42,6 +43,7 @@ class FakeBackplane:
         self.requests: list[Notice] = []
         self._notice_handlers: dict[int, NoticeHandler] = {}
         self._listeners: list[LinkListener] = []
+        self._asking: set[asyncio.Task[None]] = set()
 
     def on_notice(self, opcode: int, handler: NoticeHandler) -> None:
         self._notice_handlers[opcode] = handler
@@ -70,6 +72,19 @@ class FakeBackplane:
                 return await self.answers[opcode](peer, body)
         except TimeoutError:
             raise PeerUnavailable(f"{peer}: no answer in time") from None
+
+    def ask(self, peer: str, opcode: int, body: bytes, on_answer: AnswerHandler, *, timeout_ms: int) -> None:
+        """A request that runs as a task of its own."""
+        task = asyncio.create_task(self._ask(peer, opcode, body, on_answer, timeout_ms))
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    async def _ask(self, peer: str, opcode: int, body: bytes, on_answer: AnswerHandler, timeout_ms: int) -> None:
+        try:
+            outcome: bytes | PeerUnavailable = await self.request(peer, opcode, body, timeout_ms=timeout_ms)
+        except PeerUnavailable as error:
+            outcome = error
+        on_answer(outcome)
 
     async def start(self) -> None: ...
 

@@ -356,3 +356,24 @@ async def test_pulls_of_a_login_storm_wait_in_order_and_leave_with_their_connect
             for _ in range(4):
                 await client.expect(Opcode.MAILBOX_BATCH)
         assert asked() == ["ann"] * 4 + ["bob"] * 4 + ["zoe"] * 4
+
+
+async def test_an_ack_with_words_of_a_newer_writer_is_an_ack_and_garbage_is_a_failover() -> None:
+    async with running_gateway() as gateway:
+        client = await gateway.online("ann")
+        honest = gateway.node.submit_send
+        tail = b"\x1a\x01x"
+
+        async def newer(peer: str, body: bytes) -> bytes:
+            return await honest(peer, body) + tail
+
+        gateway.backplane.answers[InternalOpcode.SUBMIT_SEND] = newer
+        request_id = client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m1"))
+        ack = await client.expect(Opcode.SEND_ACK, request_id)
+        assert (ack.request_id, ack.client_message_id) == (request_id, "m1")
+        tail = b"\xff"
+        error = await client.expect_error(
+            ErrorCode.REGION_FAILOVER, client.send(Opcode.SEND_MESSAGE, text("dm:ann:bob", "m2"))
+        )
+        assert error.client_message_id == "m2"
+        assert gateway.role.ready()

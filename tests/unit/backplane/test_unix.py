@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qim.backplane.api import PeerUnavailable, Priority
+from qim.backplane.api import Answer, PeerUnavailable, Priority
 from qim.backplane.link import BODY_BYTES_MAX
 from qim.backplane.unix import UnixBackplane, socket_path
 from qim.errors import StartupError
@@ -115,6 +115,46 @@ async def test_a_silent_handler_meets_the_deadline_and_its_late_answer_nobody(pa
     node = pair.core if peer == "mailbox-0" else pair.gateway
     node.held[0].set_result(b"late")
     assert await pair.gateway.plane.request(peer, REQUEST, b"next", timeout_ms=1000) == b"gateway-0/next"
+
+
+@pytest.mark.parametrize("peer", ["writer-0", "gateway-0"])
+async def test_a_handler_may_hand_back_an_answer(pair: Pair, peer: str) -> None:
+    """Settled before it is handed back, or later; asked with and without a task."""
+    at_once, later = Answer(), Answer()
+    at_once.set_result(b"at once")
+    node = pair.core if peer == "writer-0" else pair.gateway
+    node.plane.on_request(InternalOpcode.SUBMIT_SEND, lambda _, body: at_once if body == b"1" else later)
+    outcomes: list[bytes | PeerUnavailable] = []
+    pair.gateway.plane.ask(peer, InternalOpcode.SUBMIT_SEND, b"2", outcomes.append, timeout_ms=1000)
+    answer = await pair.gateway.plane.request(peer, InternalOpcode.SUBMIT_SEND, b"1", timeout_ms=1000)
+    assert (answer, outcomes, at_once.done(), later.done()) == (b"at once", [], True, False)
+    later.set_result(b"later")
+    await until(lambda: outcomes)
+    assert await at_once == b"at once"
+    assert outcomes == [b"later"]
+
+
+async def test_asking_tells_once_what_went_wrong(pair: Pair) -> None:
+    outcomes: list[bytes | PeerUnavailable] = []
+
+    def ask(peer: str, body: bytes, timeout_ms: int = 1000) -> None:
+        pair.gateway.plane.ask(peer, REQUEST, body, outcomes.append, timeout_ms=timeout_ms)
+
+    ask("writer-9", b"")
+    ask("mailbox-0", b"raise")
+    ask("mailbox-0", b"hold", timeout_ms=30)
+    await until(lambda: len(outcomes) == 3)
+    for _ in range(9):
+        ask("mailbox-0", b"hold")
+    await until(lambda: len(pair.core.held) == 9)
+    await pair.gateway.plane.close()
+    await until(lambda: len(outcomes) == 12)
+    reasons = [str(outcome) for outcome in outcomes]
+    assert reasons == [
+        "no link to writer-9", "core-0: the handler failed", "core-0: no answer in time",
+        "8 requests to core-0 are in flight", *["core-0: link lost"] * 8,
+    ]  # fmt: skip
+    assert all(isinstance(outcome, PeerUnavailable) for outcome in outcomes)
 
 
 async def test_a_handler_may_hand_back_a_future(pair: Pair) -> None:

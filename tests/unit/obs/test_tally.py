@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from qim.obs.tally import SEEN_MAX, TalliedCounter, TalliedHistogram
+from qim.obs.tally import SEEN_MAX, TalliedCounter, TalliedGauge, TalliedHistogram
 
 BUCKETS = (0.5, 1, 2, 5, 10)
 
@@ -35,15 +35,29 @@ def test_every_label_has_a_tally_of_its_own() -> None:
         counter.inc()
 
 
+def test_a_gauge_goes_up_and_down_and_is_set() -> None:
+    registry = CollectorRegistry()
+    gauge = TalliedGauge("online", "x", registry=registry)
+    gauge.inc()
+    gauge.inc(4)
+    gauge.dec()
+    assert registry.get_sample_value("online") == 4
+    gauge.set(7)
+    assert registry.get_sample_value("online") == 7
+
+
 def test_the_text_is_the_one_of_the_library() -> None:
     """On both sides of every bound, past the last one, and over the point where held values are sorted in."""
     chance = random.Random(7)
     values = [chance.choice((*BUCKETS, chance.uniform(0, 12))) for _ in range(3 * SEEN_MAX + 5)]
     texts = []
-    for kind_of_counter, kind_of_histogram in ((Counter, Histogram), (TalliedCounter, TalliedHistogram)):
+    for kind_of_counter, kind_of_gauge, kind_of_histogram in (
+        (Counter, Gauge, Histogram), (TalliedCounter, TalliedGauge, TalliedHistogram),
+    ):  # fmt: skip
         registry = CollectorRegistry()
         histogram = kind_of_histogram("wait_ms", "x", ("to",), registry=registry, buckets=BUCKETS)
         counter = kind_of_counter("waits_total", "x", registry=registry)
+        kind_of_gauge("waiting", "x", registry=registry).set(3)
         for value in values:
             histogram.labels(to="a").observe(round(value, 1))
             counter.inc()

@@ -66,9 +66,9 @@ def test_a_push_frame_equals_the_serialised_one(payload_bytes: int) -> None:
     common = qim_pb2.Entry(conversation_id="g:team", payload_or_ciphertext=b"x" * payload_bytes).SerializeToString()
     ref = _ref(VECTORS[0])
     frame = b"".join(push_frame_parts(99, ref, common))
-    header = decode_header(frame)
-    assert (header.opcode, header.stream_id) == (Opcode.PUSH_EVENTS, STREAM_REALTIME)
-    assert header.body_len == len(frame) - HEADER_BYTES
+    _, _, opcode, _, stream_id, body_bytes = decode_header(frame)
+    assert (opcode, stream_id) == (Opcode.PUSH_EVENTS, STREAM_REALTIME)
+    assert body_bytes == len(frame) - HEADER_BYTES
     push = qim_pb2.PushEvents(last_pushed_user_seq=99, events=[qim_pb2.Entry.FromString(ref + common)])
     assert frame[HEADER_BYTES:] == push.SerializeToString()
 

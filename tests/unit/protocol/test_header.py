@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from qim.errors import FramingError
-from qim.protocol.header import HEADER_BYTES, MAGIC, VERSION, decode_header, encode_frame, encode_header
+from qim.protocol.header import HEADER_BYTES, VERSION, decode_header, encode_frame, encode_header
 from tests.support.golden import golden
 
-FIELDS = ("opcode", "request_id", "stream_id", "flags", "body_len")
+FIELDS = ("flags", "opcode", "request_id", "stream_id", "body_len")
 
 
 @pytest.mark.parametrize("vector", golden("header"))
@@ -21,9 +21,7 @@ def test_header_bytes(vector: dict[str, Any]) -> None:
         flags=vector["flags"],
     )
     assert made.hex() == vector["header"]
-    header = decode_header(b"--" + made, 2)
-    assert (header.magic, header.version) == (MAGIC, VERSION)
-    assert {name: getattr(header, name) for name in FIELDS} == {name: vector[name] for name in FIELDS}
+    assert decode_header(b"--" + made, 2) == (VERSION, *(vector[name] for name in FIELDS))
 
 
 def test_every_changed_byte_is_noticed() -> None:
@@ -31,11 +29,11 @@ def test_every_changed_byte_is_noticed() -> None:
     for at in range(HEADER_BYTES):
         made[at] ^= 0x10
         with pytest.raises(FramingError):
-            decode_header(made)
+            decode_header(bytes(made))
         made[at] ^= 0x10
 
 
 def test_a_frame_is_header_and_body() -> None:
     frame = encode_frame(0x0003, b"body", request_id=1)
-    assert decode_header(frame).body_len == 4
+    assert decode_header(frame)[-1] == 4
     assert frame[HEADER_BYTES:] == b"body"
