@@ -4,7 +4,8 @@
 
 The control file is JSON, read when it matters, absent = nothing is done yet. Plants:
 
-- `held`     {"shard", "lane", "chunks"}: of the lane so many chunks go to the store, then none.
+- `held`     {"shard", "lane", "chunks", "stopped"}: of the lane (default: all) so many chunks go to the store,
+             then none; none at all of the lane that is stopped.
 - `slow`     {"shard", "chunks_per_s"}: the shard gets so many chunks into the store.
 - `stubborn` {…}: nothing of the registry is heard any more, and no lease is given up: no self-fence, no giving way.
 - `committed`      {"shard", "committed"}: a takeover takes what lies below the committed position for done.
@@ -75,7 +76,10 @@ class Gate:
         replace_method(SubTask, "take_chunk", counted)
 
     def __call__(self, shard: int, lane: int, offset: int) -> bool:
-        return self._concerns(shard, lane) and self._taken >= self._allowed(self._control.value())
+        wanted = self._control.value()
+        if not self._concerns(shard, lane):
+            return False
+        return lane == wanted.get("stopped") or self._taken >= self._allowed(wanted)
 
     def _concerns(self, shard: int, lane: int) -> bool:
         wanted = self._control.value()

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from qim.app.settings import POOL_SIZE_MAX, PoolSizes
 from qim.app.shards import move_shard
 from qim.app.status import metrics_socket
 from qim.commit_log.api import CommitLog, LogRecord
+from qim.core.seq import log_offset_of
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import Opcode
 from qim.registry.api import EpochBoundary, LeaseKind
@@ -35,6 +36,7 @@ from qim.stores.redis import keys
 from qim.stores.redis.resp import RespClient
 from tests.acceptance.devices import Device
 from tests.acceptance.harness import TENANT
+from tests.support.redis_monitor import Command
 
 TOKEN_TTL_S = 3600
 APART = OwnNodeOptions(pools=PoolSizes(1, 1, 1, 1), apart=True, unlimited_tenant=TENANT)
@@ -166,6 +168,15 @@ class Cluster:
         assert isinstance(packed, bytes)
         return [int.from_bytes(packed[at : at + 8], "big") for at in range(0, len(packed), 8)]
 
+    async def covered(self, shard: int, records: int) -> int:
+        """Until W of every lane is at the end of a log of at least so many records; how many it has."""
+        async with asyncio.timeout(60):
+            while True:
+                high = (await self.dispatch_log.watermarks(shard)).high
+                if high >= records and min(map(log_offset_of, self.watermarks(shard))) == high - 1:
+                    return high
+                await asyncio.sleep(0.02)
+
     async def boundaries(self, shard: int) -> list[EpochBoundary]:
         return await self.registry.boundaries(shard)
 
@@ -199,6 +210,16 @@ class Cluster:
             return {}
         rows = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in rows}
+
+
+def written_offsets(shard: int, commands: Sequence[Command]) -> set[int]:
+    """Log offsets in whose progress rows something was set, as MONITOR saw it."""
+    found: set[int] = set()
+    for command in commands:
+        if command.name == "HSET" and command.arguments[0].startswith(keys.progress_prefix(shard)):
+            for name in command.arguments[1::2]:
+                found.add(int.from_bytes(name.encode().decode("unicode_escape").encode("latin-1")[:6], "big"))
+    return found
 
 
 @asynccontextmanager

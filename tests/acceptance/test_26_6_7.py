@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -27,12 +27,12 @@ from qim.protocol.opcodes import Opcode
 from qim.registry.api import LeaseKind
 from tests.acceptance.devices import Device
 from tests.acceptance.harness import TENANT, named_users
-from tests.acceptance.processes import APART, Cluster, Joined, cluster_of, joined
+from tests.acceptance.processes import APART, Cluster, Joined, cluster_of, joined, written_offsets
 from tests.acceptance.stored import all_entries
 from tests.contract.kafka_fixtures import new_prefix
 from tests.support.kafka_server import KafkaServer
 from tests.support.node import options_with, running_node
-from tests.support.redis_monitor import Command, Monitor, monitored
+from tests.support.redis_monitor import Monitor, monitored
 from tests.support.takeover import TENTH
 
 pytestmark = pytest.mark.timeout(180)
@@ -103,17 +103,6 @@ def expected_keys(dispatch_id: bytes) -> set[Key]:
     return {(user, 0, int.from_bytes(ids.event_id(prefix, user, 0), "big")) for user in IN_LANE + IN_SHARD}
 
 
-def written(commands: Sequence[Command]) -> set[int]:
-    """Log offsets of the shard in whose progress rows something was set, as MONITOR saw it."""
-    found: set[int] = set()
-    for command in commands:
-        if command.name == "HSET" and command.arguments[0].startswith(f"prog:s{SHARD:04d}:"):
-            for name in command.arguments[1::2]:
-                raw = name.encode().decode("unicode_escape").encode("latin-1")
-                found.add(int.from_bytes(raw[:6], "big"))
-    return found
-
-
 # --------------------------------------------------------------------------------------------------------- the window
 
 
@@ -134,24 +123,14 @@ async def prepare(cluster: Cluster) -> tuple[Device, str]:
     group = ids.group_conversation_id("team")
     for number in range(5):
         await say_to_group(sender, group, f"before {number}".encode())
-    await covered(cluster)
+    await cluster.covered(SHARD, 6)
     return sender, group
-
-
-async def covered(cluster: Cluster) -> int:
-    """Until W of every lane of the shard is at the end of the log; its last offset."""
-    async with asyncio.timeout(30):
-        while True:
-            last = (await cluster.dispatch_log.watermarks(SHARD)).high - 1
-            if last >= 5 and min(map(log_offset_of, cluster.watermarks(SHARD))) == last:
-                return last
-            await asyncio.sleep(0.02)
 
 
 async def open_window(cluster: Cluster, n1: Joined, sender: Device, group: str) -> Evidence:
     """D is read by N1, and half written: everywhere but for the second chunk of the lane."""
     n1.control(shard=SHARD, lane=LANE, chunks=1)
-    e = await covered(cluster) + 1
+    e = await cluster.covered(SHARD, 6)
     found = Evidence(e, await say_to_group(sender, group, b"D"))
     others = [lane for lane in range(64) if lane != LANE]
     async with asyncio.timeout(30):
@@ -232,7 +211,7 @@ async def takeover(node: OwnNode, n1: Joined, ttl_s: float) -> None:
         await monitor.settle()
         monitor.commands.clear()
         await watch(cluster, found, "mailbox-0", time.monotonic() + LANE_STALL_ALERT_MS / 1000, stop=True)
-        found.written_offsets = written(await monitor.settle())
+        found.written_offsets = written_offsets(SHARD, await monitor.settle())
         expected = await finish(cluster, found)
         assert len(expected) == len(IN_LANE) + len(IN_SHARD)
         assert judge(found, expected) == set()
@@ -263,7 +242,7 @@ async def control(node: OwnNode, n1: Joined, plant: str) -> tuple[Evidence, set[
                 for number in range(3):
                     await say_to_group(sender, group, f"after {number}".encode())
                 await watch(cluster, found, n2.name, time.monotonic() + CONTROL_S, stop=False)
-                found.written_offsets = written(await monitor.settle())
+                found.written_offsets = written_offsets(SHARD, await monitor.settle())
                 return found, judge(found, await finish(cluster, found))
 
 
