@@ -184,7 +184,8 @@ class ShardRegistry(Protocol):
     async def routes_version(self) -> int: ...
 
     async def write_boundary(self, shard_id: int, boundary: EpochBoundary) -> None:
-        """Set once per (shard, epoch); the same value again is accepted, another raises StoreError."""
+        """Set once per (shard, epoch); the same value again is accepted, another raises StoreError. Fenced when this
+        is not the epoch of the lease: a later owner has counted the offsets without it."""
         ...
 
     async def boundaries(self, shard_id: int) -> list[EpochBoundary]:

@@ -12,7 +12,7 @@ from qim.errors import Fenced, StoreError
 from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.registry.api import Answer, Grant, LeaseKind, ShardRegistry
-from qim.registry.lease import Action, Ask, Close, Drop, LeaseMachine, LeaseTimes, Open, Release, SendBeat
+from qim.registry.lease import Action, Ask, Close, Drop, LeaseMachine, LeaseTimes, Open, Release, SendBeat, State
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
@@ -124,6 +124,10 @@ class LeaseKeeper:
     def held(self) -> list[int]:
         """Ids that are open here."""
         return self._machine.held()
+
+    def state(self, shard_id: int) -> State:
+        """Of one id."""
+        return self._machine.state(shard_id)
 
     # ------------------------------------------------------------------------------------------------------- actions
 

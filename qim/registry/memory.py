@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from qim.errors import StoreError
+from qim.errors import Fenced, StoreError
 from qim.registry.api import (
     EPOCH_MAX,
+    KIND_OF_POOL,
     READABLE_KINDS,
     Answer,
     Beat,
@@ -125,6 +126,22 @@ class MemoryShardRegistry:
         if left is not None and self._version == before:
             self._version += 1
 
+    def release_reaped(self, owners: Collection[str], process: str = "") -> None:
+        """As `qim.registry.reaped.release_reaped`."""
+        for pool, kind in KIND_OF_POOL.items():
+            dead = {owner for owner in owners if owner.rpartition("-")[0] == pool}
+            if not dead:
+                continue
+            self._version += 1
+            for shard_id, held in self._leases[kind].items():
+                if held.owner in dead:
+                    self._leases[kind][shard_id] = held._replace(owner="", grant_id="")
+            kept = {grant_id: beat for grant_id, beat in self._beats[kind].items() if beat.owner not in dead}
+            if process:
+                expected = {f"expected-{owner}": _Beat(self._now_ms(), owner, process) for owner in sorted(dead)}
+                kept |= expected
+            self._beats[kind] = kept
+
     async def pin(self, kind: LeaseKind, shard_id: int, owner: str) -> None:
         self._pins[kind].pop(shard_id, None)
         if owner:
@@ -147,6 +164,9 @@ class MemoryShardRegistry:
         return self._version
 
     async def write_boundary(self, shard_id: int, boundary: EpochBoundary) -> None:
+        held = self._leases[LeaseKind.MAILBOX_SHARD].get(shard_id)
+        if held is None or held.epoch != boundary.shard_epoch:
+            raise Fenced(f"mailbox shard {shard_id}, epoch {boundary.shard_epoch}: the registry has {held}")
         stored = self._boundaries.setdefault(shard_id, {}).setdefault(boundary.shard_epoch, boundary)
         if stored != boundary:
             raise StoreError(f"mailbox shard {shard_id}: boundary of epoch {boundary.shard_epoch} is {stored}")

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from qim.errors import StoreError
+from qim.errors import Fenced, StoreError
 from qim.registry.api import (
     EPOCH_MAX,
     READABLE_KINDS,
@@ -32,6 +32,7 @@ _ACQUIRE: Final = Script("registry_acquire")
 _RELEASE: Final = Script("registry_release")
 _OPEN_SESSION: Final = Script("registry_open_session")
 _CLUSTER_MAP: Final = Script("registry_cluster_map")
+_WRITE_BOUNDARY: Final = Script("registry_boundary")
 _BOUNDARY: Final = struct.Struct(">QQ")
 _KINDS: Final = tuple(LeaseKind)
 _NOBODY: Final = "-"
@@ -131,14 +132,18 @@ class RedisShardRegistry:
         return int(await self._client.call("GET", keys.REGISTRY_VERSION) or 0)
 
     async def write_boundary(self, shard_id: int, boundary: EpochBoundary) -> None:
-        name = keys.registry_boundaries(shard_id)
+        names = (keys.registry_boundaries(shard_id), keys.registry_leases(LeaseKind.MAILBOX_SHARD))
         packed = _BOUNDARY.pack(boundary.start_mailbox_seq, boundary.prev_epoch_end_mailbox_seq)
-        if not await self._client.call("HSETNX", name, boundary.shard_epoch, packed):
-            stored = await self._client.call("HGET", name, boundary.shard_epoch)
-            if stored != packed:
-                raise StoreError(
-                    f"mailbox shard {shard_id}: boundary of epoch {boundary.shard_epoch} is {_BOUNDARY.unpack(stored)}"
-                )
+        try:
+            stored = await _WRITE_BOUNDARY(self._client, names, (shard_id, boundary.shard_epoch, packed))
+        except RespError as error:
+            if error.code == "FENCED":
+                raise Fenced(f"mailbox shard {shard_id}, epoch {boundary.shard_epoch}: {error}") from None
+            raise
+        if stored != packed:
+            raise StoreError(
+                f"mailbox shard {shard_id}: boundary of epoch {boundary.shard_epoch} is {_BOUNDARY.unpack(stored)}"
+            )
 
     async def boundaries(self, shard_id: int) -> list[EpochBoundary]:
         flat = await self._client.call("HGETALL", keys.registry_boundaries(shard_id))

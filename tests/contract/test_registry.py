@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from qim.core.seq import SHARD_EPOCH_MAX, mailbox_seq
-from qim.errors import StoreError
+from qim.errors import Fenced, StoreError
 from qim.registry.api import (
     Answer,
     Beat,
@@ -211,16 +211,29 @@ class ShardRegistryContract:
     # ---------------------------------------------------------------------------------------------------- boundaries
 
     async def test_a_boundary_is_set_once(self) -> None:
-        first = EpochBoundary(1, mailbox_seq(1, 0), 0)
-        second = EpochBoundary(2, mailbox_seq(2, 7), mailbox_seq(1, 6))
-        await self.registry.write_boundary(0, second)
-        await self.registry.write_boundary(0, first)
-        await self.registry.write_boundary(0, first)
-        assert await self.registry.boundaries(0) == [first, second]
+        boundary = EpochBoundary(1, mailbox_seq(1, 0), 0)
+        await self.registry.grant(MAILBOX, [0], "mailbox-0", "g1")
+        await self.registry.write_boundary(0, boundary)
+        await self.registry.write_boundary(0, boundary)
+        assert await self.registry.boundaries(0) == [boundary]
         assert await self.registry.boundaries(1) == []
         with pytest.raises(StoreError, match="boundary"):
-            await self.registry.write_boundary(0, EpochBoundary(2, mailbox_seq(2, 8), mailbox_seq(1, 7)))
-        assert await self.registry.boundaries(0) == [first, second]
+            await self.registry.write_boundary(0, EpochBoundary(1, mailbox_seq(1, 8), 0))
+        assert await self.registry.boundaries(0) == [boundary]
+
+    async def test_a_late_boundary_of_a_former_owner_is_fenced(self) -> None:
+        """Its successor has read who owned which offset: none may change hands afterwards."""
+        late = EpochBoundary(1, mailbox_seq(1, 0), 0)
+        with pytest.raises(Fenced):
+            await self.registry.write_boundary(0, late)
+        await self.registry.grant(MAILBOX, [0], "mailbox-0", "g1")
+        await self.registry.grant(MAILBOX, [0], "mailbox-1", "g2")
+        with pytest.raises(Fenced):
+            await self.registry.write_boundary(0, late)
+        assert await self.registry.boundaries(0) == []
+        second = EpochBoundary(2, mailbox_seq(2, 7), 0)
+        await self.registry.write_boundary(0, second)
+        assert await self.registry.boundaries(0) == [second]
 
     async def test_three_grants_without_a_record(self) -> None:
         """Each start writes (epoch, H=0) before any record: the last epoch owns offset 0, the others own nothing."""
@@ -230,6 +243,7 @@ class ShardRegistryContract:
         boundaries = await self.registry.boundaries(0)
         assert [boundary.shard_epoch for boundary in boundaries] == [1, 2, 3]
         assert epoch_owning(boundaries, 0) == 3
+        await self.registry.grant(MAILBOX, [0], "mailbox-0", "g4")
         await self.registry.write_boundary(0, EpochBoundary(4, mailbox_seq(4, 10), mailbox_seq(3, 9)))
         boundaries = await self.registry.boundaries(0)
         assert [epoch_owning(boundaries, offset) for offset in (0, 9, 10, 1 << 47)] == [3, 3, 4, 4]

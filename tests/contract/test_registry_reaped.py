@@ -6,6 +6,7 @@ import pytest
 
 from qim.errors import StoreUnavailable
 from qim.registry.api import LeaseKind, Route
+from qim.registry.memory import MemoryShardRegistry
 from qim.registry.reaped import lease_owners, release_reaped
 from qim.registry.redis import RedisShardRegistry
 from qim.stores.redis.resp import RespClient
@@ -50,6 +51,32 @@ async def test_a_member_that_comes_back_soon_is_expected(message_redis: str) -> 
     answers = await registry.acquire(kind, [0], "fanout-0", "g0b", wait_ms=TTL_MS)
     assert answers[0].epoch == 2
     assert await registry.current(kind, 0) == Route("fanout-0", 2)
+    await client.close()
+
+
+async def test_the_model_does_the_same(message_redis: str) -> None:
+    client = RespClient(message_redis, name="core")
+    await client.connect()
+    real, model = RedisShardRegistry(client), MemoryShardRegistry()
+    kind = LeaseKind.OUTBOX_PARTITION
+    seen = []
+    for registry in (real, model):
+        for member in (0, 1):
+            name = f"fanout-{member}"
+            await registry.beat(kind, name, f"core-{member}", f"g{member}", [], ttl_ms=TTL_MS)
+            await registry.acquire(kind, [member], name, f"g{member}", wait_ms=TTL_MS)
+        if registry is real:
+            release_reaped(message_redis, ("fanout-0", "admin-0"), "core-0")
+        else:
+            model.release_reaped(("fanout-0", "admin-0"), "core-0")
+        seen.append((
+            await registry.beat(kind, "fanout-1", "core-1", "g1", [0, 1], ttl_ms=TTL_MS),
+            [(row.shard_id, row.owner, row.epoch) for row in await registry.leases(kind)],
+            (await registry.routes()).processes,
+            await registry.acquire(kind, [0], "fanout-0", "g2", wait_ms=TTL_MS),
+            await registry.routes_version(),
+        ))  # fmt: skip
+    assert seen[0] == seen[1]
     await client.close()
 
 

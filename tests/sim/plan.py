@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-WORK_S: Final = 12.0
-"""Sends happen before this virtual time."""
-FAULTS_END_S: Final = 14.0
-"""From here on everything works again."""
+LENGTH_S: Final = 14.0
+"""From here on everything works again; seeds that dwell on leases go on LEASES_LENGTH_S."""
+LEASES_LENGTH_S: Final = 75.0
+REST_S: Final = 2.0
+"""Nobody sends in the last seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Step:
 class Plan:
     seed: int
     profile: str
+    length_s: float
+    """From here on everything works again."""
     buckets: int
     shards: int
     lanes: int
@@ -88,19 +91,24 @@ class _Profile:
     """Faults of a seed."""
     bursts: tuple[int, int] = (15, 40)
     """Times somebody has something to say, one to eight lines each."""
+    length_s: float = LENGTH_S
+    pools: tuple[int, ...] = (1, 1, 2)
+    """Sizes of the pools of owners."""
     narrow: bool = False
     """One shard with one lane: every member of a group in the same chunks."""
 
 
 _CALLS: Final = (
     "message.commit", "log.append", "log.save", "mailbox.append", "mailbox.append", "mailbox.open_shard",
-    "mailbox.load_shard", "mailbox.user_status", "mailbox.range_scan", "registry.grant", "registry.write_boundary",
+    "mailbox.load_shard", "mailbox.user_status", "mailbox.range_scan", "registry.acquire", "registry.write_boundary",
+   "registry.boundaries",
     "message.open_bucket",
 )  # fmt: skip
 _ALL: Final = {
     "crash": 14, "crash_at": 14, "break_at": 12, "takeover": 5, "takeover_at": 6, "split": 8, "pause": 5, "clock": 7,
     "break": 6, "slow": 8, "server_freeze": 4, "mailbox_lost": 8, "mailbox_lost_at": 8, "core_crash": 2, "cut": 12,
-    "lag": 4, "pipe": 5, "hold": 3, "device": 6, "mailbox_lost_twin": 4, "blackout": 2,
+    "lag": 4, "pipe": 5, "hold": 3, "device": 6, "mailbox_lost_twin": 4, "blackout": 2, "drain": 3,
+    "no_registry": 3, "split_at": 6,
 }  # fmt: skip
 PROFILES: Final[Mapping[str, _Profile]] = {
     "everything": _Profile(weights=_ALL, calls=_CALLS, purposes=("message", "log", "registry", "mailbox", "mailbox")),
@@ -132,6 +140,51 @@ PROFILES: Final[Mapping[str, _Profile]] = {
         purposes=("mailbox",),
         peers=("gateway", "gateway", "mailbox"),
     ),
+    "leases": _Profile(
+        weights={
+            "long_pause": 8,
+            "long_split": 6,
+            "no_registry": 8,
+            "registry_gone": 3,
+            "registry_clock": 4,
+            "clock": 3,
+            "unproven": 6,
+            "crash": 4,
+            "long_crash": 4,
+            "drain": 5,
+            "move": 4,
+            "takeover": 3,
+            "server_freeze": 1,
+            "long_freeze": 2,
+            "break": 6,
+            "break_at": 6,
+            "crash_at": 3,
+            "takeover_at": 3,
+            "slow": 3,
+            "mailbox_lost": 3,
+            "split_at": 8,
+        },
+        count=(4, 16),
+        bursts=(15, 40),
+        roles=_OWNERS,
+        calls=(
+            "registry.beat",
+            "registry.acquire",
+            "registry.acquire",
+            "registry.release",
+            "registry.write_boundary",
+            "registry.boundaries",
+            "registry.current",
+            "message.open_bucket",
+            "log.open_partition",
+            "mailbox.open_shard",
+            "message.commit",
+            "mailbox.append",
+        ),
+        purposes=("registry", "registry", "message", "log", "mailbox"),
+        length_s=LEASES_LENGTH_S,
+        pools=(1, 2, 2, 3),
+    ),
     "quiet": _Profile(
         weights={"mailbox_lost": 6, "mailbox_lost_at": 3, "takeover": 2, "device": 3, "break": 2},
         bursts=(5, 12),
@@ -140,7 +193,7 @@ PROFILES: Final[Mapping[str, _Profile]] = {
         purposes=("mailbox",),
     ),
 }
-_MIX: Final = {"everything": 8, "append": 4, "fanout": 2, "writer": 2, "links": 3, "quiet": 1}
+_MIX: Final = {"everything": 8, "append": 4, "fanout": 2, "writer": 2, "links": 3, "quiet": 1, "leases": 4}
 
 
 def make_plan(seed: int) -> Plan:
@@ -153,14 +206,15 @@ def make_plan(seed: int) -> Plan:
     plan = Plan(
         seed=seed,
         profile=name,
+        length_s=PROFILES[name].length_s,
         buckets=rng.choice((1, 2, 4)),
         shards=1 if narrow else rng.choice((1, 2)),
         lanes=rng.choice((1, 2)) if narrow else rng.choice((1, 2, 4)),
         apart=rng.random() < 0.7,
         pools={
-            "writer": rng.choice((1, 1, 2)),
-            "fanout": rng.choice((1, 1, 2)),
-            "mailbox": rng.choice((1, 1, 2)),
+            "writer": rng.choice(PROFILES[name].pools),
+            "fanout": rng.choice(PROFILES[name].pools),
+            "mailbox": rng.choice(PROFILES[name].pools),
             "gateway": rng.choice((1, 2)),
         },
         broker=rng.random() < 0.3,
@@ -184,7 +238,7 @@ def _work(plan: Plan, rng: random.Random) -> list[Step]:
         steps.append(Step(0.8 + rng.random(), "create_group", (creator, group, tuple(members))))
     message = 0
     for _ in range(rng.randint(*PROFILES[plan.profile].bursts)):
-        at_s = 1.0 + rng.random() * (WORK_S - 1.0)
+        at_s = 1.0 + rng.random() * (plan.length_s - REST_S - 1.0)
         user, device = rng.choice(plan.devices)
         if rng.random() < 0.5:
             conversation = "g:" + rng.choice(sorted(plan.groups))
@@ -198,7 +252,9 @@ def _work(plan: Plan, rng: random.Random) -> list[Step]:
     for group in plan.groups:
         for _ in range(rng.randint(0, 2)):
             kind = rng.choice(("group_add", "group_remove", "group_remove"))
-            steps.append(Step(2.5 + rng.random() * (WORK_S - 3), kind, (group, rng.choice(plan.users[1:]))))
+            steps.append(
+                Step(2.5 + rng.random() * (plan.length_s - REST_S - 3), kind, (group, rng.choice(plan.users[1:])))
+            )
     return sorted(steps, key=lambda step: step.at_s)
 
 
@@ -206,7 +262,7 @@ def _faults(plan: Plan, rng: random.Random) -> list[Step]:
     steps: list[Step] = []
     least, most = PROFILES[plan.profile].count
     for _ in range(rng.randint(least, most)):
-        steps += _fault(plan, rng, 0.6 + rng.random() * (FAULTS_END_S - 1.6))
+        steps += _fault(plan, rng, 0.6 + rng.random() * (plan.length_s - 1.6))
     return sorted(steps, key=lambda step: step.at_s)
 
 
@@ -222,16 +278,17 @@ def _fault(plan: Plan, rng: random.Random, at_s: float) -> list[Step]:
     short_s = rng.choice((0.02, 0.2, 1.0)) * (0.5 + rng.random())
     long_s = rng.choice((0.3, 1.5, 5.0)) * (0.5 + rng.random())
     lost_s = rng.random() * 2.0
-    wake_s = min(at_s + long_s, FAULTS_END_S - 0.1)
-    renamed = rng.random() < 0.5
+    lease_s = rng.choice((6.0, 13.0, 16.0, 27.0)) * (0.9 + 0.4 * rng.random())
+    wake_s = min(at_s + long_s, plan.length_s - 0.1)
+    forced = rng.random() < 0.7
     if kind == "mailbox_lost_at" and not call.startswith("mailbox"):
         call = "mailbox.append"
     steps: dict[str, list[Step]] = {
         "crash": [Step(at_s, "crash", (worker, rng.randint(0, 60), short_s))],
-        "takeover": [Step(at_s, "takeover", (owner, renamed))],
+        "takeover": [Step(at_s, "takeover", (owner, forced))],
         "split": [
             Step(at_s, "pause", (owner, wake_s - at_s)),
-            Step(at_s + rng.random() * 0.8 * (wake_s - at_s), "takeover", (owner, renamed)),
+            Step(at_s + rng.random() * 0.8 * (wake_s - at_s), "takeover", (owner, forced)),
         ],
         "pause": [Step(at_s, "pause", (worker, wake_s - at_s))],
         "clock": [Step(at_s, "clock", (worker, -rng.choice((50, 900, 3_000, 6_000, 30_000)), long_s))],
@@ -245,8 +302,35 @@ def _fault(plan: Plan, rng: random.Random, at_s: float) -> list[Step]:
         "cut": [Step(at_s, "cut", (worker, role, short_s))],
         "lag": [Step(at_s, "lag", (worker, role, rng.choice((0.02, 0.3)), long_s))],
     }
-    for timed in ("crash_at", "break_at", "takeover_at", "mailbox_lost_at"):
+    steps |= _lease_faults(plan, rng, at_s, owner, lease_s)
+    for timed in ("crash_at", "break_at", "takeover_at", "split_at", "mailbox_lost_at"):
         steps[timed] = [Step(at_s, timed, (call, rng.randint(1, 4), short_s))]
     for of_device in ("pipe", "hold", "device"):
         steps[of_device] = [Step(at_s, of_device, (device, long_s))]
     return steps[kind]
+
+
+def _lease_faults(plan: Plan, rng: random.Random, at_s: float, owner: str, lease_s: float) -> dict[str, list[Step]]:
+    """What lasts about as long as a lease, a self-fence or a failover wait."""
+    wake_s = min(at_s + lease_s, plan.length_s - 0.1)
+    forced = rng.random() < 0.3
+    pool, kind, count = rng.choice(
+        (("writer", "bucket", plan.buckets), ("fanout", "outbox", plan.buckets), ("mailbox", "mailbox", plan.shards))
+    )
+    member = f"{pool}-{rng.randrange(plan.pools[pool])}"
+    step_ms = rng.choice((-30_000, -3_000, 3_000, 14_000, 30_000))
+    return {
+        "long_pause": [Step(at_s, "pause", (owner, wake_s - at_s))],
+        "long_split": [
+            Step(at_s, "pause", (owner, wake_s - at_s)),
+            Step(at_s + rng.random() * 0.8 * (wake_s - at_s), "takeover", (owner, forced)),
+        ],
+        "no_registry": [Step(at_s, "no_registry", (owner, lease_s))],
+        "registry_gone": [Step(at_s, "registry_gone", (lease_s,))],
+        "registry_clock": [Step(at_s, "registry_clock", (step_ms, lease_s))],
+        "unproven": [Step(at_s, "unproven", (owner, lease_s))],
+        "long_crash": [Step(at_s, "crash", (owner, rng.randint(0, 60), lease_s))],
+        "long_freeze": [Step(at_s, "server_freeze", ("core", lease_s))],
+        "drain": [Step(at_s, "drain", (owner, rng.choice((0.05, 2.0, lease_s))))],
+        "move": [Step(at_s, "move", (kind, rng.randrange(count), member, lease_s))],
+    }

@@ -14,10 +14,13 @@ from unittest import mock
 
 from qim.client.sync import SyncState
 from qim.commit_log.memory import MemoryCheckpointStore, _Position
+from qim.config.parameters import Parameters
 from qim.core.hlc import HybridClock
 from qim.core.seq import mailbox_seq, shard_epoch_of
 from qim.protocol import qim_pb2 as pb
 from qim.registry.api import LeaseKind
+from qim.registry.lease import LeaseTimes
+from qim.registry.memory import MemoryShardRegistry
 from qim.shard_workers.conversation.runner import WriterRole
 from qim.shard_workers.fanout.runner import FanoutRole
 from qim.shard_workers.mailbox.dirty import DirtySpreader
@@ -344,6 +347,57 @@ def idle_instance_forgotten() -> contextlib.AbstractContextManager[None]:
     return _with(mock.patch.object(servers.SimMailboxStore, "is_loaded", return_value=True))
 
 
+def self_fence_left_out() -> contextlib.AbstractContextManager[None]:
+    """Whoever cannot renew keeps its leases until somebody tells it."""
+
+    def of(parameters: Parameters) -> LeaseTimes:
+        return replace(original(parameters), self_fence_ms=10**9)
+
+    original = LeaseTimes.of
+    return _with(mock.patch.object(LeaseTimes, "of", of))
+
+
+def lease_taken_early() -> contextlib.AbstractContextManager[None]:
+    """A lease is granted whatever the age of its owner's last beat."""
+
+    async def acquire(self: MemoryShardRegistry, *args: Any, wait_ms: int) -> Any:
+        return await original(self, *args, wait_ms=0)
+
+    original = MemoryShardRegistry.acquire
+    return _with(mock.patch.object(MemoryShardRegistry, "acquire", acquire))
+
+
+def beat_not_compared() -> contextlib.AbstractContextManager[None]:
+    """A beat does not tell its member which leases are another's by now."""
+
+    async def beat(self: MemoryShardRegistry, *args: Any, **kwargs: Any) -> Any:
+        return (await original(self, *args, **kwargs))._replace(lost=frozenset())
+
+    original = MemoryShardRegistry.beat
+    return _with(mock.patch.object(MemoryShardRegistry, "beat", beat))
+
+
+def release_not_compared() -> contextlib.AbstractContextManager[None]:
+    """A release gives back what another member was granted since."""
+
+    async def release(self: MemoryShardRegistry, kind: LeaseKind, shard_ids: Any, grant_id: str) -> None:
+        for shard_id in shard_ids:
+            held = self._leases[kind][shard_id]
+            await original(self, kind, [shard_id], held.grant_id)
+
+    original = MemoryShardRegistry.release
+    return _with(mock.patch.object(MemoryShardRegistry, "release", release))
+
+
+def boundary_not_fenced() -> contextlib.AbstractContextManager[None]:
+    """A former owner still writes where its epoch began, when a later one has counted without it."""
+
+    async def write(self: MemoryShardRegistry, shard_id: int, boundary: Any) -> None:
+        self._boundaries.setdefault(shard_id, {}).setdefault(boundary.shard_epoch, boundary)
+
+    return _with(mock.patch.object(MemoryShardRegistry, "write_boundary", write))
+
+
 PLANTED: Final[Mapping[str, Planting]] = {
     made.__name__: made
     for made in (
@@ -351,7 +405,8 @@ PLANTED: Final[Mapping[str, Planting]] = {
         no_source_high, rows_not_of_c, trimmed_to_newest_c, chunk_size_changed, cursor_moved_by_push,
         message_id_reissued, watermark_before_index, dirty_before_link, reload_without_push, no_predecessor_check,
         checkpoint_goes_back, served_by_epoch, idle_instance_forgotten, replayed_under_own_epoch,
-        watermark_not_compared, commit_not_fenced, append_not_fenced,
+        watermark_not_compared, commit_not_fenced, append_not_fenced, self_fence_left_out, lease_taken_early,
+        beat_not_compared, release_not_compared, boundary_not_fenced,
     )
 }  # fmt: skip
 TRIPWIRES: Final[Mapping[str, Planting]] = {no_stale_verdict.__name__: no_stale_verdict}

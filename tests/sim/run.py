@@ -21,7 +21,7 @@ from qim.obs.logs import configure_logs
 from tests.sim import devices, planted
 from tests.sim.cluster import Cluster
 from tests.sim.devices import Device
-from tests.sim.plan import FAULTS_END_S, Plan, Step, make_plan
+from tests.sim.plan import Plan, Step, make_plan
 from tests.sim.planted import Planting
 
 CONVERGE_S: Final = 40.0
@@ -91,12 +91,12 @@ def _drive(cluster: Cluster) -> float:
     cluster.start()
     for step in (*cluster.plan.work, *cluster.plan.faults):
         loop.world_at(step.at_s, _perform, cluster, step)
-    while loop.time() < FAULTS_END_S and not oracle.violations:
+    while loop.time() < cluster.plan.length_s and not oracle.violations:
         loop.run_until_s(loop.time() + CURSOR_LOOK_S)
         oracle.check_cursors()
     if oracle.violations:
         return 0.0
-    cluster.heal()
+    cluster.faults.heal()
     quiet_s = _converge(cluster)
     if not oracle.violations:
         oracle.check_end()
@@ -110,7 +110,7 @@ def _drive(cluster: Cluster) -> float:
 def _perform(cluster: Cluster, step: Step) -> None:
     cluster.trace(f"{step.kind} {' '.join(map(str, step.args))}")
     name = "break_" if step.kind == "break" else step.kind
-    getattr(cluster, name)(*step.args)
+    getattr(cluster.faults if hasattr(cluster.faults, name) else cluster, name)(*step.args)
 
 
 def _converge(cluster: Cluster) -> float:

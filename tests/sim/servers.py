@@ -194,6 +194,8 @@ class Connection:
         self._last_answer_s = 0.0
         self.slow_s = 0.0
         """Latency added for now."""
+        self.cut_until_s = 0.0
+        """It does not come back before this time."""
         self._rng = random.Random(f"{seed}/connection/{process.name}/{purpose}")
         server.connections.append(self)
 
@@ -246,6 +248,11 @@ class Connection:
                 call.future.exception()
         self._reconnect_later()
 
+    def cut(self, for_s: float) -> None:
+        """The connection ends and none comes instead of it for a while."""
+        self.cut_until_s = max(self.cut_until_s, self.server.loop.time() + for_s)
+        self.break_()
+
     def close(self) -> None:
         """The process is dead: its calls on the way share the fate of those of a broken connection."""
         self.break_()
@@ -258,12 +265,16 @@ class Connection:
     def _reconnect(self) -> None:
         if not self.process.alive:
             return
-        if not self.server.up or self.server.frozen or self.process.paused:
+        if not self._reachable():
             self._reconnect_later()
             return
         self.generation += 1
         self.up = True
         self._last_arrival_s = self._last_answer_s = 0.0
+
+    def _reachable(self) -> bool:
+        server = self.server
+        return server.up and not server.frozen and not self.process.paused and server.loop.time() >= self.cut_until_s
 
     def _check(self, call: _Call) -> None:
         """An answer is overdue: the connection is broken as a whole."""
