@@ -6,8 +6,10 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 SEEDS ?= 100
 FIRST_SEED ?= 1
+FAULTS ?=
+INJECTIONS ?= 0
 
-.PHONY: run demo check test accept sim bench proto clean
+.PHONY: run demo check test accept sim chaos bench proto clean
 
 run: $(STAMP) ## start a node in a temporary directory, hold a checked conversation, stop
 	$(BIN)/python -m qim.app.cli demo --own-node
@@ -31,6 +33,9 @@ accept: $(STAMP) ## acceptance cases of the contract (§26)
 sim: $(STAMP) ## the whole cluster in one process on a virtual clock, SEEDS=n runs from FIRST_SEED=k on (docs/testing.md)
 	$(BIN)/python -m tests.sim.run --seeds $(SEEDS) --first-seed $(FIRST_SEED)
 
+chaos: $(STAMP) ## faults on real processes under load, within 60 minutes; FAULTS=kill,pause and INJECTIONS=n select
+	$(BIN)/python -m tests.chaos.run --faults "$(FAULTS)" --injections $(INJECTIONS)
+
 bench: $(STAMP) ## costs per message and delivery, as ratios; results in bench-results/
 	$(BIN)/python -m qim.app.cli bench --out bench-results
 
@@ -38,7 +43,7 @@ proto: $(STAMP) ## regenerate qim/protocol/qim_pb2.py and .pyi from qim.proto
 	cd qim/protocol && ../../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. qim.proto
 
 clean: ## remove everything that is not in git but the environment
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench-results chaos-results
 	find qim tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): requirements-dev.lock pyproject.toml

@@ -32,13 +32,21 @@ def scan_group(node: NodeAddress, tenant_id: str, group_id: str) -> StoredGroup:
     bucket = conversation_bucket(tenant_id, conversation_id, node.conversation_bucket_count)
     with _connection(node.core_address) as core:
         members = cast(dict[bytes, bytes], core.hgetall(keys.group_intervals(bucket, tenant_id, group_id)))
+    intervals = {user.decode(): unpack_intervals(packed) for user, packed in members.items()}
+    return StoredGroup(scan_records(node, tenant_id, conversation_id), intervals)
+
+
+def scan_records(node: NodeAddress, tenant_id: str, conversation_id: str) -> list[CommittedRecord]:
+    """Every record of a conversation, ascending by conversation_seq."""
+    bucket = conversation_bucket(tenant_id, conversation_id, node.conversation_bucket_count)
+    found: list[CommittedRecord] = []
+    with _connection(node.core_address) as core:
         first_key = keys.records(bucket, tenant_id, conversation_id, _ANY)
-        found: list[CommittedRecord] = []
         for name in core.scan_iter(match=first_key.removesuffix(str(_ANY)) + "*", count=1000):
             rows = cast(dict[bytes, bytes], core.hgetall(name))
             found.extend(_record(int(seq), MessageRecord.FromString(raw)) for seq, raw in rows.items())
     found.sort(key=lambda record: record.conversation_seq)
-    return StoredGroup(found, {user.decode(): unpack_intervals(packed) for user, packed in members.items()})
+    return found
 
 
 def _record(conversation_seq: int, record: MessageRecord) -> CommittedRecord:

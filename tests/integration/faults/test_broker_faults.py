@@ -9,7 +9,7 @@ from confluent_kafka import KafkaException
 
 from qim.commit_log.kafka import KafkaCommitLog, KafkaConnection
 from qim.commit_log.kafka_address import KafkaAddress
-from tests.support.faults.broker import broker_stopped, running_split_cluster, wait_unled
+from tests.support.faults.broker import broker_silent, broker_stopped, running_split_cluster
 from tests.support.kafka_server import running_kafka
 
 pytestmark = pytest.mark.kafka
@@ -22,6 +22,13 @@ def test_a_stopped_broker_is_away_and_comes_back() -> None:
         assert server.admin().list_topics(timeout=5).brokers
 
 
+def test_a_silent_broker_answers_nothing_and_goes_on() -> None:
+    with running_kafka() as server:
+        with broker_silent(server), pytest.raises(KafkaException):
+            server.admin().list_topics(timeout=2)
+        assert server.admin().list_topics(timeout=5).brokers
+
+
 async def test_a_partition_without_a_leader_stops_nobody_else() -> None:
     with running_split_cluster() as cluster:
         url = cluster.make_topics("s", {"dispatch": 4}, {"dispatch": {2}})
@@ -29,13 +36,18 @@ async def test_a_partition_without_a_leader_stops_nobody_else() -> None:
         log = KafkaCommitLog(connection, "dispatch", 4)
         assert await log.append([(2, b"before")]) == [0]
         with cluster.partitions_down():
-            wait_unled(cluster, "s.dispatch", {2})
+            assert cluster.unled("s.dispatch") == {2}
             assert await log.append([(1, b"served")]) == [0]
             waiting = asyncio.create_task(log.append([(2, b"waits")]))
             await asyncio.sleep(1.0)
             assert not waiting.done()
-        wait_unled(cluster, "s.dispatch", set())
         async with asyncio.timeout(60):
             assert await waiting == [1]
-        assert [record.value for record in await log.read(2, 0)] == [b"before", b"waits"]
+        with cluster.partitions_silent():
+            waiting = asyncio.create_task(log.append([(2, b"waits again")]))
+            assert await log.append([(0, b"served")]) == [0]
+            assert not waiting.done()
+        async with asyncio.timeout(60):
+            assert await waiting == [2]
+        assert [record.value for record in await log.read(2, 0)] == [b"before", b"waits", b"waits again"]
         await connection.close()
