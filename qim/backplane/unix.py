@@ -45,6 +45,11 @@ HELLO_TIMEOUT_S: Final = 5.0
 """A process that accepts but does not speak for this long is stuck; the next try gets a fresh connection."""
 
 
+# looking a member of an enum up costs as much as calling a function
+_REPLY: Final = InternalOpcode.REPLY
+_REPLY_FAILED: Final = InternalOpcode.REPLY_FAILED
+
+
 def socket_path(run_dir: Path, process_name: str) -> Path:
     """Where `process_name` listens."""
     return run_dir / f"{process_name}.sock"
@@ -394,7 +399,7 @@ class UnixBackplane:
             else:
                 self._own.answer(request_id, answer)
             return
-        opcode = InternalOpcode.REPLY_FAILED if answer is None else InternalOpcode.REPLY
+        opcode = _REPLY_FAILED if answer is None else _REPLY
         if not link.send(opcode, answer or b"", request_id=request_id, priority=stream_id) and link.remote is not None:
             metrics.BACKPLANE_DROPPED_TOTAL.labels(peer=link.remote.roles[0]).inc()
 
@@ -417,11 +422,10 @@ class _OutgoingEvents:
         self._backplane.outgoing_opened(self._target, link)
 
     def link_frame(self, link: Link, opcode: int, request_id: int, stream_id: int, body: bytes) -> None:
-        in_flight = self._target.in_flight
-        if opcode == InternalOpcode.REPLY:
-            in_flight.answer(request_id, body)
-        elif opcode == InternalOpcode.REPLY_FAILED:
-            in_flight.fail(request_id, "the handler failed")
+        if opcode == _REPLY:
+            self._target.in_flight.answer(request_id, body)
+        elif opcode == _REPLY_FAILED:
+            self._target.in_flight.fail(request_id, "the handler failed")
         else:
             raise FramingError(f"opcode {opcode:#06x} on an outgoing link")
 

@@ -59,11 +59,11 @@ def check_send(message: SendMessage, user_id: str, limits: Parameters) -> Refuse
         return UNSERVED
     if (
         len(message.payload) > limits.max_custom_payload_bytes
+        or len(message.custom_type.encode()) > limits.custom_type_max_bytes
         or (
             message.HasField("media_metadata")
             and len(message.media_metadata.thumbnail) > limits.media_thumbnail_max_bytes
         )
-        or len(message.custom_type.encode()) > limits.custom_type_max_bytes
     ):
         return TOO_LARGE
     if message.message_type not in _CLIENT_TYPES:

@@ -6,6 +6,7 @@ Decisions are in `machine.py` and `sync.py`; what a frame asks of other parts is
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 from aiofastnet import Transport
@@ -27,16 +28,30 @@ RECEIVE_BUFFER_BYTES: Final = 64 << 10
 """One per worker, shared by all connections: a read is copied out before the next one begins."""
 PUSH_HEAD_BYTES: Final = 96
 """About what a PUSH_EVENTS frame has beside the body; the account of a tick needs no more precision."""
+# looking a member of an enum up costs as much as calling a function, and a frame passes several
+_CLOSING: Final = State.CLOSING
+_UNKNOWN: Final = FrameKind.UNKNOWN
 _UNREADABLE_FLAGS: Final = FLAG_COMPRESSED | FLAG_FRAGMENT
 """Not offered to clients, so a frame that has them is one of a version we do not speak."""
+
+
+FrameHandler = Callable[["ClientConnection", Frame, Step, float], None]
 
 
 class ConnectionOwner(Protocol):
     """Who is told what happens on a connection."""
 
-    def connection_opened(self, connection: ClientConnection) -> None: ...
+    @property
+    def now_ms(self) -> Callable[[], float]:
+        """The monotonic clock."""
+        ...
 
-    def frame_received(self, connection: ClientConnection, frame: Frame, step: Step, now_ms: float) -> None: ...
+    @property
+    def frame_received(self) -> FrameHandler:
+        """(connection, frame, what to do with it, now in ms); called for every frame, so no layer is in between."""
+        ...
+
+    def connection_opened(self, connection: ClientConnection) -> None: ...
 
     def connection_closing(self, connection: ClientConnection, reason: str) -> None:
         """Once, before the socket is gone: the session ends here."""
@@ -44,10 +59,6 @@ class ConnectionOwner(Protocol):
 
     def connection_lost(self, connection: ClientConnection) -> None:
         """Once, when the socket is gone."""
-        ...
-
-    def now_ms(self) -> float:
-        """Monotonic."""
         ...
 
 
@@ -184,16 +195,17 @@ class ClientConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self.is_closing():
             return
+        machine, owner = self.machine, self._owner
         data = self._receive.view[:nbytes].tobytes()
-        now_ms = self._owner.now_ms()
+        now_ms = owner.now_ms()
         try:
             for frame in self._reader.feed(data):
-                if self.machine.state is State.CLOSING:
+                if machine.state is _CLOSING:
                     return
-                kind = FRAME_OF.get(frame.opcode, FrameKind.UNKNOWN)
-                if frame.flags & _UNREADABLE_FLAGS or not _speaks(frame.version, kind):
-                    kind = FrameKind.UNKNOWN
-                self._owner.frame_received(self, frame, self.machine.on_frame(kind, now_ms), now_ms)
+                kind = FRAME_OF.get(frame.opcode, _UNKNOWN)
+                if frame.flags & _UNREADABLE_FLAGS or (frame.version != VERSION and not _speaks(frame.version, kind)):
+                    kind = _UNKNOWN
+                owner.frame_received(self, frame, machine.on_frame(kind, now_ms), now_ms)
         except FrameTooLarge as error:
             metrics.FRAMING_ERROR_TOTAL.labels(kind="too_large").inc()
             self.error(ErrorCode.PAYLOAD_TOO_LARGE, error.request_id)
@@ -295,7 +307,7 @@ class ClientConnection(asyncio.BufferedProtocol):
 
     def is_closing(self) -> bool:
         """The session has ended; what is sent now goes nowhere."""
-        return self.machine.state is State.CLOSING
+        return self.machine.state is _CLOSING
 
     def stop_reading(self) -> None:
         """Take no more frames; what was taken is still answered."""
@@ -351,7 +363,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             self._room_bytes = self._limits.quantum_bytes
 
     def _enqueue(self, stream_id: int, parts: Parts, *, droppable: bool) -> bool:
-        if self.machine.state is State.CLOSING:
+        if self.machine.state is _CLOSING:
             return False
         self._room_bytes = 0
         if self._queue is None:
@@ -374,5 +386,6 @@ class ClientConnection(asyncio.BufferedProtocol):
 
 
 def _speaks(version: int, kind: FrameKind) -> bool:
-    """AUTH carries the client's highest version, everything later the effective one (§27.1.1)."""
-    return version == VERSION or (kind is FrameKind.AUTH and version > VERSION)
+    """A version that is not the session's: AUTH carries the client's highest, everything later the effective one
+    (§27.1.1)."""
+    return kind is FrameKind.AUTH and version > VERSION

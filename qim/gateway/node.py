@@ -23,7 +23,7 @@ from qim.gateway.auth import TokenVerifier
 from qim.gateway.connection import ClientConnection, ReceiveBuffer, TickWriter
 from qim.gateway.frames import FrameRouter
 from qim.gateway.listen import Listener, open_listener
-from qim.gateway.machine import ConnectionMachine, Expiry, Step
+from qim.gateway.machine import ConnectionMachine, Expiry
 from qim.gateway.push import PushDelivery
 from qim.gateway.requests import Requests
 from qim.gateway.sessions import SessionOpener, Sessions, ShardFollower
@@ -36,7 +36,6 @@ from qim.obs.logs import get_logger
 from qim.presence.shm import PresenceTable
 from qim.protocol.outbound import OutboundLimits
 from qim.protocol.qim_pb2 import MarkDirty, ReplaceSession
-from qim.protocol.reader import Frame
 from qim.registry.api import LeaseKind, RouteMap
 
 log = get_logger(__name__)
@@ -84,7 +83,7 @@ class ConnectionNode:
 
     __slots__ = (
         "_clock", "_follower", "_ids", "_limits", "_listener", "_parameters", "_presence", "_push", "_receive",
-        "_requests", "_router", "_routing", "_sessions", "_table", "_wheel", "_writer", "accepting",
+        "_requests", "_routing", "_sessions", "_table", "_wheel", "_writer", "accepting", "frame_received", "now_ms",
     )  # fmt: skip
 
     def __init__(
@@ -127,7 +126,9 @@ class ConnectionNode:
         )
         self._follower = ShardFollower(self._sessions, self._table, at_once=REOPEN_AT_ONCE, retry_ms=REOPEN_RETRY_MS)
         self._requests = Requests(surroundings, _admission(parameters))
-        self._router = FrameRouter(sessions=self._sessions, requests=self._requests, parameters=parameters, clock=clock)
+        router = FrameRouter(sessions=self._sessions, requests=self._requests, parameters=parameters, clock=clock)
+        self.frame_received = router.run
+        self.now_ms = clock.monotonic_ms
 
     # -------------------------------------------------------------------------------------------------- life cycle
 
@@ -225,9 +226,6 @@ class ConnectionNode:
 
     # ---------------------------------------------------------------------------------------------- ConnectionOwner
 
-    def now_ms(self) -> float:
-        return self._clock.monotonic_ms()
-
     def connection_opened(self, connection: ClientConnection) -> None:
         self._table.add(connection)
         metrics.CONNECTIONS_OPENED_TOTAL.inc()
@@ -236,9 +234,6 @@ class ConnectionNode:
             self._wheel.hang(connection.id, connection.machine.next_check_ms())
         else:
             connection.abort("stop")
-
-    def frame_received(self, connection: ClientConnection, frame: Frame, step: Step, now_ms: float) -> None:
-        self._router.run(connection, frame, step, now_ms)
 
     def connection_closing(self, connection: ClientConnection, reason: str) -> None:
         metrics.CONNECTIONS_CLOSED_TOTAL.labels(reason=reason).inc()

@@ -30,8 +30,11 @@ class PushDelivery:
 
     def on_push_batch(self, peer: str, body: bytes) -> None:
         """PUSH_BATCH: any number of batches."""
+        pushed = 0
         for batch in decode_push_rows(body):
             self._deliver(peer, batch)
+            pushed += len(batch.rows)
+        metrics.PUSHED_TOTAL.inc(pushed)
 
     def on_mark_dirty(self, peer: str, mark: MarkDirty) -> None:
         """MARK_DIRTY: these connections may have missed a push."""
@@ -62,7 +65,6 @@ class PushDelivery:
             else:
                 self._hold(connection, HeldPush(mailbox_seq, ref, common))
         metrics.PUSH_BATCH_RECIPIENTS.observe(len(batch.rows))
-        metrics.PUSHED_TOTAL.inc(len(batch.rows))
 
     def _hold(self, connection: ClientConnection, push: HeldPush) -> None:
         """Before ONLINE_READY; an overflow is told to the client right behind it (§9.4.1)."""

@@ -6,7 +6,7 @@ from typing import Final
 
 from qim.errors import ErrorCode
 from qim.protocol.entry import varint
-from qim.protocol.header import encode_frame
+from qim.protocol.header import encode_header
 from qim.protocol.opcodes import STREAM_OF, Opcode
 from qim.protocol.qim_pb2 import Error
 
@@ -18,7 +18,7 @@ _REQUEST_ID_TAG: Final = b"\x08"
 
 def frame_bytes(opcode: Opcode, body: bytes, request_id: int = 0) -> bytes:
     """A downstream frame on its stream (A.5)."""
-    return encode_frame(opcode, body, request_id=request_id, stream_id=STREAM_OF[opcode])
+    return encode_header(opcode, len(body), request_id=request_id, stream_id=STREAM_OF[opcode]) + body
 
 
 def error_body(

@@ -58,6 +58,9 @@ PULLS_AT_ONCE: Final = 8
 runs and a connection that ends takes its own along: a login storm is served as fast as it can be, never twice."""
 _DELIVERY_LAG: Final = "delivery_lag"
 """Dimension of a refusal in the name of the writer, who said for how long."""
+# looking a member of an enum up costs as much as calling a function
+_SEND_ACK: Final = Opcode.SEND_ACK
+_SUBMIT_SEND: Final = InternalOpcode.SUBMIT_SEND
 _SUBMIT_MESSAGE_TAG: Final = b"\x22"
 _SUBMIT_LIMITS_LIFTED: Final = b"\x28\x01"
 _BATCH_ENTRY_TAG: Final = b"\x0a"
@@ -140,9 +143,7 @@ class Requests:
             return
         lifted = _SUBMIT_LIMITS_LIFTED if session.limits_lifted else b""
         body = b"".join((session.submit_prefix, _SUBMIT_MESSAGE_TAG, varint(len(frame.body)), frame.body, lifted))
-        self._around.backplane.ask(
-            writer, InternalOpcode.SUBMIT_SEND, body, on_answer, timeout_ms=self._parameters.submit_timeout_ms
-        )
+        self._around.backplane.ask(writer, _SUBMIT_SEND, body, on_answer, timeout_ms=self._parameters.submit_timeout_ms)
 
     def _submitted(
         self,
@@ -156,7 +157,7 @@ class Requests:
         connection.in_flight -= 1
         self.sends_open -= 1
         if not isinstance(answer, bytes):
-            self._around.peer_failed(InternalOpcode.SUBMIT_SEND, answer)
+            self._around.peer_failed(_SUBMIT_SEND, answer)
             self._send_failed(connection, request_id, message)
             return
         ack = send_ack_body(answer, request_id)
@@ -170,7 +171,7 @@ class Requests:
                 return
             reply.ack.request_id = request_id
             ack = reply.ack.SerializeToString()
-        connection.reply(Opcode.SEND_ACK, ack, request_id)
+        connection.reply(_SEND_ACK, ack, request_id)
         metrics.SEND_TO_ACK_LATENCY_MS.observe(self._around.clock.monotonic_ms() - started_ms)
 
     def _send_failed(self, connection: ClientConnection, request_id: int, message: SendMessage) -> None:

@@ -26,17 +26,26 @@ class Routes(Protocol):
 class Routing:
     """Addresses of conversations and users."""
 
-    __slots__ = ("_bucket_count", "_routes", "_shard_count")
+    __slots__ = ("_bucket_count", "_mailboxes", "_routes", "_shard_count", "_writers")
 
     def __init__(self, routes: Routes, *, conversation_bucket_count: int, mailbox_shard_count: int) -> None:
         self._routes = routes
         self._bucket_count = conversation_bucket_count
         self._shard_count = mailbox_shard_count
+        self._writers: list[str | None] = []
+        self._mailboxes: list[str | None] = []
+        self._learn()
+        routes.on_change(lambda _: self._learn())
+
+    def _learn(self) -> None:
+        """Owners by number: a message looks up without hashing a kind."""
+        owner = self._routes.owner
+        self._writers = [owner(LeaseKind.CONVERSATION_BUCKET, bucket) for bucket in range(self._bucket_count)]
+        self._mailboxes = [owner(LeaseKind.MAILBOX_SHARD, shard) for shard in range(self._shard_count)]
 
     def writer_of(self, tenant_id: str, conversation_id: str) -> str | None:
         """The writer that owns the bucket of a conversation; None while nobody does."""
-        bucket = conversation_bucket(tenant_id, conversation_id, self._bucket_count)
-        return self._routes.owner(LeaseKind.CONVERSATION_BUCKET, bucket)
+        return self._writers[conversation_bucket(tenant_id, conversation_id, self._bucket_count)]
 
     def shard_of(self, tenant_id: str, user_id: str) -> int:
         """MailboxShard of a user."""
@@ -44,18 +53,11 @@ class Routing:
 
     def mailbox_of(self, shard: int) -> str | None:
         """The MailboxNode that owns a shard; None while nobody does."""
-        return self._routes.owner(LeaseKind.MAILBOX_SHARD, shard)
+        return self._mailboxes[shard]
 
     def complete(self) -> bool:
         """Every bucket and every shard has an owner."""
-        return all(
-            self._routes.owner(kind, number) is not None
-            for kind, count in (
-                (LeaseKind.CONVERSATION_BUCKET, self._bucket_count),
-                (LeaseKind.MAILBOX_SHARD, self._shard_count),
-            )
-            for number in range(count)
-        )
+        return None not in self._writers and None not in self._mailboxes
 
     def peer_failed(self) -> None:
         """A request was not answered: its owner may have changed."""

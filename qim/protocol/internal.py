@@ -87,7 +87,10 @@ def decode_push_rows(body: bytes) -> Iterator[PushRows]:
 def _decode_rows(body: bytes, at: int, count: int) -> tuple[list[PushRow], int]:
     """(rows, where they end). Refs of one length class, the rule, are unpacked in one call."""
     if count:
-        ref_len = _RECIPIENT.unpack_from(body, at)[-1]
+        key, connection_id, session_epoch, mailbox_seq, ref_len = _RECIPIENT.unpack_from(body, at)
+        if count == 1:
+            ref_at = at + _RECIPIENT.size
+            return [(key, connection_id, session_epoch, mailbox_seq, body[ref_at : ref_at + ref_len])], ref_at + ref_len
         row_bytes = _RECIPIENT.size + ref_len
         end = at + count * row_bytes
         high, low = at + _RECIPIENT.size - 2, at + _RECIPIENT.size - 1

@@ -129,7 +129,11 @@ class FakeRoutes:
 
     def grant(self, epoch: int) -> None:
         """Every shard was granted again."""
-        self.map = self._made(version=epoch, epoch=epoch)
+        self.change(self._made(version=epoch, epoch=epoch))
+
+    def change(self, found: RouteMap) -> None:
+        """The map is another one now."""
+        self.map = found
         for listener in self._listeners:
             listener(self.map)
 

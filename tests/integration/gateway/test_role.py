@@ -11,6 +11,7 @@ from qim.errors import StartupError
 from qim.presence.shm import table_path
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import InternalOpcode, Opcode
+from qim.registry.api import RouteMap
 from tests.support.gateway_fixture import Gateway, auth, running_gateway, text, until
 
 
@@ -33,7 +34,7 @@ async def test_not_ready_before_start_nor_without_owners(tmp_path: Path) -> None
     gateway.routes.grant(2)
     await gateway.role.start()
     assert gateway.role.ready()
-    gateway.routes.map = gateway.routes.map.__class__(3, {})
+    gateway.routes.change(RouteMap(3, {}))
     assert not gateway.role.ready()
     await gateway.role.stop()
 

@@ -85,6 +85,7 @@ async def test_deadlines_are_met_in_their_own_order(monkeypatch: pytest.MonkeyPa
     answered_id = in_flight.open(answered)
     sweeper.watch(in_flight, answered_id, 100)
     in_flight.answer(answered_id, b"in time")
+    await asyncio.sleep(0.01)
     clock.now_ms = 99.5
     await asyncio.sleep(0.01)
     assert quick.outcomes == []

@@ -37,3 +37,13 @@ def test_silence_asks_for_a_fresh_map() -> None:
     routes = FakeRoutes()
     Routing(routes, conversation_bucket_count=64, mailbox_shard_count=16).peer_failed()
     assert routes.refreshes == 1
+
+
+def test_a_newer_map_is_followed() -> None:
+    routes = FakeRoutes(buckets=64, shards=16)
+    routing = Routing(routes, conversation_bucket_count=64, mailbox_shard_count=16)
+    moved = {bucket: Route("writer-1", 2) for bucket in range(64)}
+    routes.change(RouteMap(2, {LeaseKind.CONVERSATION_BUCKET: moved}))
+    assert routing.writer_of("acme", "dm:ann:bob") == "writer-1"
+    assert routing.mailbox_of(0) is None
+    assert not routing.complete()
