@@ -203,6 +203,9 @@ ALWAYS_ZERO: Final = frozenset(
 """§24.1.5 and its companions: any other value is a defect by itself. Series names as the text format prints them."""
 
 ALERT_UNLESS_ZERO: Final = {
+    "mailbox_seq_regression_count": "P1",
+    "clock_unsafe_total": "P1",
+    "qim_stores_full": "P1",
     "mailbox_entry_cap_evicted_total": "P2",
     "qim_mailbox_lane_refused": "P1",
     "qim_registry_epoch_exhausted_total": "P1",

@@ -49,7 +49,7 @@ class ShardMachine:
         "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
         "boundaries", "_own_start", "_own_base", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor",
         "_fold", "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
-        "_may_work", "_recent", "_top", "saved_offset", "read_only",
+        "_may_work", "_recent", "_top", "saved_offset", "read_only", "regressions",
     )  # fmt: skip
 
     def __init__(
@@ -79,6 +79,8 @@ class ShardMachine:
         """C of the fold stored last, as far as is known; -1 = none."""
         self.read_only = False
         """Nothing is materialized and W stays; lanes are served up to the stored W (26.6.6)."""
+        self.regressions = 0
+        """Times a `mailbox_seq` was seen going back: must stay 0 (26.6.5)."""
         self.lanes = LaneQueues(lane_count)
         self.boundaries: Sequence[EpochBoundary] = ()
         self._own_start = 0
@@ -135,6 +137,8 @@ class ShardMachine:
         self.acked = list(state.watermarks.values)
         self._sent = state.watermarks
         self._top = max(state.watermarks.values)
+        if self._top >= self.seq_of(high):
+            self.regressions += 1  # the next record would lie below what clients may have been told
         self._moved_ms = [now_ms] * self.lane_count
         floor = self.seq_of(self._takeover_high - 1)
         self._floor = [max(floor, told) for told in self.published]
@@ -327,10 +331,14 @@ class ShardMachine:
             self.published[lane] = self.acked[lane]
         return self.published[lane]
 
-    def publish(self, lane: int, value: int) -> None:
-        """A W read from the store itself was told to a client; the answer to its append may still be on the way."""
-        if value > self.published[lane]:
-            self.published[lane] = value
+    def publish(self, lane: int, value: int) -> bool:
+        """A W read from the store itself is to be told to a client; the answer to its append may still be on the way.
+        False: a greater one was told before, so this one must not be."""
+        if value < self.published[lane]:
+            self.regressions += 1
+            return False
+        self.published[lane] = value
+        return True
 
     def lag_ms(self, lane: int, now_ms: float) -> int:
         """Queueing delay of the lane (DESIGN-data §4); 0 while the lane is not served."""

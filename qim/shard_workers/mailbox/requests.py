@@ -167,7 +167,9 @@ class GatewayRequests:
             error = judge_cursor(request.cursor, position, machine.boundaries, self._cursor_key.reveal())
             if error is not None:
                 return OpenSessionReply(error=error if error.code != SHARD_MOVED else moved())
-        machine.publish(device.lane, status.lane_watermark)
+        if not machine.publish(device.lane, status.lane_watermark):
+            runner.note_regressions()
+            return None
         return OpenSessionReply(
             lane_watermark=status.lane_watermark,
             trim_watermark=status.effective_trim,

@@ -38,6 +38,8 @@ PENDING_SUBTASKS_MAX: Final = 8192
 READ_RECORDS_MAX: Final = 500
 _RETRY_INITIAL_MS: Final = 20
 _RETRY_MAX_MS: Final = 1000
+_TIMER_SLACK_S: Final = 0.002
+"""A loop's timers may be a tick early."""
 
 ChunkGate = Callable[[int, int, int], bool]
 """(shard, lane, log offset) -> True to hold the chunk back; installed by tests only (26.1.3, 26.3.6)."""
@@ -80,14 +82,16 @@ class ShardRunner:
         self._announced = False
         self._draining = False
         self._ended = False
+        self._regressions = 0
+        self._no_call_until_ms = 0.0
+        """A call has failed: nothing is written for a moment, while reads go on."""
         self._quiet = asyncio.Event()
         """Set while no call is in flight."""
         self._quiet.set()
         self._wake: asyncio.Future[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
-        self._retry = Backoff(
-            initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
-        )
+        self._retry = _backoff()
+        self._call_retry = _backoff()
 
     # -------------------------------------------------------------------------------------------------------- serving
 
@@ -123,6 +127,14 @@ class ShardRunner:
             log.warning("shard_reloads", mailbox_shard=self.shard, shard_epoch=self._grant.epoch, reason=reason)
         self._settled = False
         self._wake_up()
+
+    def note_regressions(self) -> None:
+        """Count and name what the machine saw going back."""
+        seen = self.machine.regressions
+        if seen != self._regressions:
+            metrics.MAILBOX_SEQ_REGRESSION_COUNT.inc(seen - self._regressions)
+            log.error("mailbox_seq_went_back", mailbox_shard=self.shard, shard_epoch=self._grant.epoch, count=seen)
+            self._regressions = seen
 
     def fenced(self, error: Fenced) -> None:
         """Somebody else owns the shard."""
@@ -187,7 +199,7 @@ class ShardRunner:
         ready = self._feed.ready
         while ready and self.machine.lanes.pending < PENDING_SUBTASKS_MAX:
             self._admit(ready.popleft())
-        if self.machine.has_work():
+        if self.machine.has_work() and self._now_ms() >= self._no_call_until_ms:
             self._calls.want(self)
         if not self._announced and self.machine.replayed():
             self._announced = True
@@ -236,9 +248,7 @@ class ShardRunner:
 
     async def _load_members(self, dispatch: Dispatch, incarnation: int) -> None:
         """Until they are there: an unreadable snapshot stops the lanes of this dispatch, nothing else."""
-        retry = Backoff(
-            initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
-        )
+        retry = _backoff()
         while incarnation == self.machine.incarnation and not self._ended:
             try:
                 members = await self._services.members.load(dispatch)
@@ -272,7 +282,7 @@ class ShardRunner:
 
     def next_call(self) -> PlannedCall | None:
         """The shard's turn to send."""
-        if not self._settled or self._draining:
+        if not self._settled or self._draining or self._now_ms() < self._no_call_until_ms:
             return None
         gate = self._services.chunk_gate
         hold = None
@@ -297,6 +307,7 @@ class ShardRunner:
                 self.doubt(result.status.value)
             return
         _pass_crash_points(call)
+        self._call_retry.reset()
         if result.applied:
             self._services.on_appended(self.shard, call.append.tenant_items)
         machine = self.machine
@@ -315,8 +326,11 @@ class ShardRunner:
         self.fenced(error)
 
     def call_failed(self, call: PlannedCall, error: StoreError) -> None:
-        """The call may have happened."""
+        """The call may have happened. A store without room refuses every one: tried again ever more rarely."""
         if call.incarnation == self.machine.incarnation:
+            delay_ms = self._call_retry.delay_ms()
+            self._no_call_until_ms = self._now_ms() + delay_ms
+            asyncio.get_running_loop().call_later(delay_ms / 1000 + _TIMER_SLACK_S, self.pump)
             self.doubt(str(error))
 
     # --------------------------------------------------------------------------------------------- takeover and reload
@@ -342,6 +356,7 @@ class ShardRunner:
             if again.fold_offset != state.fold_offset:
                 raise StoreError(f"mailbox shard {shard}: C moved to {again.fold_offset} while its progress was read")
         ahead = self.machine.restore(state, progress, high, self._now_ms())
+        self.note_regressions()
         self._feed = LogFeed(self.machine.next_offset, poll_interval_ms=services.poll_interval_ms)
         self._settled = not self._ended
         if ahead:
@@ -420,3 +435,9 @@ def _pass_crash_points(call: PlannedCall) -> None:
         crash_point(AFTER_CHUNK)
     elif call.covered:
         crash_point(AFTER_WATERMARK)
+
+
+def _backoff() -> Backoff:
+    return Backoff(
+        initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
+    )

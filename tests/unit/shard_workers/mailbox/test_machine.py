@@ -422,3 +422,9 @@ def test_the_walks_meet_every_kind_of_trouble() -> None:
 @pytest.mark.parametrize("lane", range(LANES))
 def test_every_lane_of_the_walks_has_users(lane: int) -> None:
     assert any(lane_of(user) == lane for user in USERS)
+
+
+def test_an_epoch_below_what_is_stored_is_seen_as_going_back() -> None:
+    stored = ShardState(watermarks=LaneVector((mailbox_seq(3, 0),) * LANES), fold=b"", fold_offset=-1, stored_epoch=2)
+    assert fresh(2, stored=stored, high=1, start=1).regressions == 1
+    assert fresh(4, stored=stored, high=1, start=1).regressions == 0

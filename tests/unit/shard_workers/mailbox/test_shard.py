@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from qim.core import ids
 from qim.core.seq import SHARD_EPOCH_MAX, LaneVector, log_offset_of, mailbox_seq
-from qim.errors import StoreUnavailable
+from qim.errors import StoreError, StoreUnavailable
+from qim.obs import metrics
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import SHARD_MOVED
 from qim.registry.api import EpochBoundary, Grant, LeaseKind
@@ -242,3 +244,44 @@ async def test_what_waits_is_as_old_as_its_commit_but_a_backlog_only_as_the_take
     assert since_ms(runner.machine.high, 5000) == pytest.approx(now_ms - 5000, abs=1000)
     assert since_ms(runner.machine.high, -5000) >= now_ms, "a clock that is ahead makes nothing younger than now"
     assert since_ms(runner.machine.high - 1, 5000) >= now_ms
+
+
+async def test_a_store_without_room_is_tried_ever_more_rarely_and_read_meanwhile(
+    world: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await send(world, 0, 1)
+    await arrived(world, 1)
+    calls = 0
+    append = world.mailbox.append
+
+    async def full(call: AppendCall) -> AppendResult:
+        nonlocal calls
+        calls += 1
+        raise StoreError("OOM command not allowed")
+
+    monkeypatch.setattr(world.mailbox, "append", full)
+    await send(world, 1, 1)
+
+    def tried(count: int) -> bool:
+        return calls >= count
+
+    await eventually(lambda: tried(4))
+    assert await world.texts("bob") == ["line 0"], "what is there can be read"
+    before = calls
+    await asyncio.sleep(0.2)
+    assert calls - before <= 4, "two users' shards, each waits 0.1 s and more by now"
+    monkeypatch.setattr(world.mailbox, "append", append)
+    await arrived(world, 2)
+
+
+async def test_a_w_below_one_that_was_told_is_counted_and_not_told(world: Pipeline) -> None:
+    await send(world, 0, 2)
+    await arrived(world, 2)
+    before = metrics.MAILBOX_SEQ_REGRESSION_COUNT._value.get()
+    runner = runner_of(world)
+    told = runner.machine.watermark(BOB_LANE)
+    assert runner.machine.publish(BOB_LANE, told)
+    assert not runner.machine.publish(BOB_LANE, told - 1)
+    runner.note_regressions()
+    assert metrics.MAILBOX_SEQ_REGRESSION_COUNT._value.get() == before + 1
+    metrics.MAILBOX_SEQ_REGRESSION_COUNT.set(before)
