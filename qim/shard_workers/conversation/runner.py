@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from qim.backplane.api import Backplane, Priority
 from qim.config.parameters import Parameters
-from qim.core.hlc import HybridClock
+from qim.core.hlc import HybridClock, LatestWall
 from qim.core.ids import conversation_bucket, group_conversation_id, is_name
 from qim.errors import ClockUnsafe, Detail, ErrorCode, Fenced, StoreError, StoreUnavailable
 from qim.obs import metrics
@@ -130,6 +130,7 @@ class WriterRole:
         self._creator = GroupCreator(membership, placement, parameters)
         self._leases = leases
         self._on_failure = on_failure
+        self._latest_wall = LatestWall()
         self._machines: dict[int, BucketMachine] = {}
         self._closing: set[int] = set()
         """Buckets that take nothing new."""
@@ -204,7 +205,11 @@ class WriterRole:
         """Raise the fence of a bucket, learn its clock, serve it. Fenced when a greater epoch is stored."""
         bucket = grant.shard_id
         state = await self._store.open_bucket(bucket, grant.epoch, grant.grant_id)
-        clock = HybridClock(writer_id=bucket, regression_reject_ms=self._parameters.clock_regression_reject_ms)
+        clock = HybridClock(
+            writer_id=bucket,
+            regression_reject_ms=self._parameters.clock_regression_reject_ms,
+            latest=self._latest_wall,
+        )
         clock.observe(state.last_message_id)
         if self._relay is not None:
             await self._relay.open_bucket(bucket)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from qim.core.hlc import HybridClock
+from qim.core.hlc import HybridClock, LatestWall
 from qim.core.seq import MESSAGE_EPOCH_UNIX_MS, SEQ_IN_MS_MAX, compose_message_id, message_id_parts
 from qim.errors import ClockUnsafe, ErrorCode
 
@@ -51,3 +51,22 @@ def test_a_full_millisecond_borrows_from_the_next() -> None:
     clock = _clock()
     clock.observe(compose_message_id(1_000_000, 0, 7, SEQ_IN_MS_MAX))
     assert message_id_parts(clock.allocate(T0)) == (1_000_001, 0, 7, 0)
+
+
+def test_a_bucket_without_ids_notices_a_large_step_by_the_others() -> None:
+    latest = LatestWall()
+    busy, idle = (HybridClock(writer_id=n, regression_reject_ms=5000, latest=latest) for n in range(2))
+    busy.allocate(T0)
+    with pytest.raises(ClockUnsafe):
+        idle.allocate(T0 - 5001)
+    assert message_id_parts(idle.allocate(T0 - 5000)) == (995_000, 0, 1, 0)
+
+
+def test_what_a_store_holds_binds_its_bucket_alone() -> None:
+    """A writer whose clock was ahead leaves ids of the future: they must not stop every bucket of its successors."""
+    latest = LatestWall()
+    ahead, other = (HybridClock(writer_id=n, regression_reject_ms=5000, latest=latest) for n in range(2))
+    ahead.observe(compose_message_id(1_000_000 + 3_600_000, 0, 0, 0))
+    with pytest.raises(ClockUnsafe):
+        ahead.allocate(T0)
+    assert message_id_parts(other.allocate(T0))[0] == 1_000_000
