@@ -47,6 +47,8 @@ log = get_logger(__name__)
 
 CAPABILITIES_GRANTED: Final = 0
 """End-to-end encryption, compression, chat rooms and offline push are not offered by this node."""
+MOVED_DELAYS_MS: Final = (100, 200, 400)
+"""Between looks at a shard without an owner; a worker that was killed is replaced in about half a second."""
 _AUTH_AGAIN: Final = frozenset(
     {
         ErrorCode.CURSOR_EXPIRED,
@@ -147,7 +149,7 @@ class Sessions:
         )
         connection.barrier = barrier
         session.opened_at_mailbox = True
-        reply = await self._open(connection, session, auth.mailbox_cursor, auth.capabilities, reopen=False)
+        reply = await self._open_patiently(connection, session, auth)
         if connection.is_closing():
             return
         if reply is None:
@@ -159,6 +161,20 @@ class Sessions:
         else:
             self._welcome(connection, session, request_id, auth, reply)
             metrics.AUTH_LATENCY_MS.observe(self._clock.monotonic_ms() - started_ms)
+
+    async def _open_patiently(
+        self, connection: ClientConnection, session: Session, auth: Auth
+    ) -> OpenSessionReply | None:
+        """`_open`, tried again for a moment while the shard changes hands: most of them serve again by then, and a
+        client told to come back would cost a whole AUTH each time."""
+        for delay_ms in MOVED_DELAYS_MS:
+            reply = await self._open(connection, session, auth.mailbox_cursor, auth.capabilities, reopen=False)
+            if reply is not None and not (reply.HasField("error") and code_of(reply.error) is ErrorCode.SHARD_MOVED):
+                return reply
+            await asyncio.sleep(self._around.jittered_ms(delay_ms) / 1000)
+            if connection.is_closing():
+                return None
+        return await self._open(connection, session, auth.mailbox_cursor, auth.capabilities, reopen=False)
 
     def _bind(
         self, connection: ClientConnection, identity: Identity, grant: SessionGrant, capabilities: int

@@ -91,9 +91,19 @@ async def test_unreachable_parts_are_retryable() -> None:
         gateway.backplane.down.add("mailbox-0")
         error = await client.expect_error(ErrorCode.SHARD_MOVED, client.send(Opcode.AUTH, auth("ann")))
         assert error.retry_after_ms > 0
-        assert gateway.routes.refreshes == 1
+        assert gateway.routes.refreshes == 4, "it looked again before it sent the client away"
         gateway.backplane.down.clear()
         await client.expect(Opcode.AUTH_OK, client.send(Opcode.AUTH, auth("ann")))
+
+
+async def test_a_login_waits_a_moment_for_a_shard_that_changes_hands() -> None:
+    async with running_gateway() as gateway:
+        client = await gateway.client()
+        gateway.node.open_error = pb.Error(code=pb.SHARD_MOVED, retry_after_ms=200)
+        waiting = client.send(Opcode.AUTH, auth("ann"))
+        await until(lambda: gateway.routes.refreshes > 0)
+        gateway.node.open_error = None
+        await client.expect(Opcode.AUTH_OK, waiting)
 
 
 async def test_bad_tokens_end_the_connection() -> None:
