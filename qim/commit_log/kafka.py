@@ -236,16 +236,51 @@ class _Reader:
         self._consumer.close()
 
 
+class _ReaderThread:
+    """A reader, made at its first use, and the thread it lives in."""
+
+    def __init__(self, settings: Mapping[str, Any], name: str) -> None:
+        self._settings = settings
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._reader: _Reader | None = None
+
+    async def run(self, work: Callable[[_Reader], Result]) -> Result:
+        return await self.call(self._with_reader, work)
+
+    async def call(self, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Something else that blocks."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+
+    async def close(self) -> None:
+        await self.call(self._close)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _with_reader(self, work: Callable[[_Reader], Result]) -> Result:
+        if self._reader is None:
+            self._reader = _Reader(self._settings)
+        return work(self._reader)
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
 class KafkaConnection:
-    """Everything of librdkafka in one process; made where it runs, never before a fork."""
+    """Everything of librdkafka in one process; made where it runs, never before a fork.
+
+    A question about a partition that nobody leads blocks for seconds. Such ones have a reader of their own until they
+    answer again, so that the others' reads do not wait behind them.
+    """
 
     def __init__(self, address: KafkaAddress) -> None:
         self.address = address
         self._settings: dict[str, Any] = {**address.client_settings(), "error_cb": _Complaints()}
         self._senders: dict[int, _Sender] = {}
         """By partition modulo SENDERS."""
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kafka-reader")
-        self._reader: _Reader | None = None
+        self._reading = _ReaderThread(self._settings, "kafka-reader")
+        self._waiting = _ReaderThread(self._settings, "kafka-waiter")
+        self._away: set[tuple[str, int]] = set()
+        """(topic, partition) that did not answer the last time."""
         self._admin: AdminClient | None = None
 
     async def append(self, topic: str, records: Sequence[tuple[int, bytes]]) -> list[int]:
@@ -268,13 +303,21 @@ class KafkaConnection:
             sender = self._senders[number] = _Sender(self._settings)
         return sender
 
-    async def reading(self, work: Callable[[_Reader], Result]) -> Result:
-        """Run `work` in the reader thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._with_reader, work)
+    async def reading(self, topic: str, partition: int, work: Callable[[_Reader], Result]) -> Result:
+        """Run `work`, which asks for this partition, in a reader's thread."""
+        place = (topic, partition)
+        thread = self._waiting if place in self._away else self._reading
+        try:
+            found = await thread.run(work)
+        except StoreUnavailable:
+            self._away.add(place)
+            raise
+        self._away.discard(place)
+        return found
 
     async def identities(self, names: Sequence[str]) -> dict[str, LogIdentity]:
         """Of topics by their short names, as the broker tells them now. StoreError when one is missing."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._identities, names)
+        return await self._reading.call(self._identities, names)
 
     async def watch(self, expected: Mapping[str, LogIdentity]) -> None:
         """Returns never; StoreError, one line, once a topic is gone or not the one it was. A supervised task."""
@@ -295,26 +338,19 @@ class KafkaConnection:
 
     async def close(self) -> None:
         """Everything has to be over by then: appends and reads under way are not waited for."""
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._close)
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    def _with_reader(self, work: Callable[[_Reader], Result]) -> Result:
-        if self._reader is None:
-            self._reader = _Reader(self._settings)
-        return work(self._reader)
+        await self._reading.call(self._stop_senders)
+        await asyncio.gather(self._reading.close(), self._waiting.close())
 
     def _identities(self, names: Sequence[str]) -> dict[str, LogIdentity]:
         if self._admin is None:
             self._admin = AdminClient(self._settings)
         return describe(self._admin, self.address, names)
 
-    def _close(self) -> None:
+    def _stop_senders(self) -> None:
         for sender in self._senders.values():
             sender.stop()
         for sender in self._senders.values():
             sender.join()
-        if self._reader is not None:
-            self._reader.close()
 
 
 class KafkaCommitLog:
@@ -352,12 +388,14 @@ class KafkaCommitLog:
             return []
         end = min(high, offset + max_records)
         return await self._connection.reading(
-            lambda reader: reader.read(self._topic, partition, offset, end, high, max_bytes)
+            self._topic, partition, lambda reader: reader.read(self._topic, partition, offset, end, high, max_bytes)
         )
 
     async def watermarks(self, partition: int) -> Watermarks:
         end = self._ends[partition]
-        found = await self._connection.reading(lambda reader: reader.watermarks(self._topic, partition))
+        found = await self._connection.reading(
+            self._topic, partition, lambda reader: reader.watermarks(self._topic, partition)
+        )
         if found.high < end:
             raise StoreError(self._shrunk(partition, found.high, end))
         self._ends[partition] = max(self._ends[partition], found.high)
