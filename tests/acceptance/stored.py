@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import redis
 
+from qim.protocol.qim_pb2 import OutboxRecord
 from qim.stores.api import StoredRow
 from qim.stores.mailbox_layout import split_member
 from qim.stores.redis import keys
@@ -74,3 +75,9 @@ def go_back_to(address: str, before: dict[bytes, tuple[bytes, int]]) -> None:
         store.flushdb()
         for name, (value, expires_ms) in before.items():
             store.restore(name, expires_ms, value, absttl=True)
+
+
+def outbox_of(core: redis.Redis, bucket: int) -> list[OutboxRecord]:
+    """All records of a bucket that were not trimmed, in order."""
+    stream: Any = core.xrange(keys.outbox(bucket))
+    return [OutboxRecord.FromString(fields[keys.STREAM_FIELD]) for _, fields in stream]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from qim.app.connect import AdminClient, NodeAddress
 from qim.app.own_node import OwnNode, OwnNodeOptions
@@ -47,14 +47,20 @@ def running_node(options: OwnNodeOptions = MERGED, directory: Path | None = None
         node.close()
 
 
+class Closing(Protocol):
+    """A connection of any kind."""
+
+    async def close(self) -> None: ...
+
+
 class Devices:
-    """SDK clients of one node."""
+    """SDK clients of one node, and whatever else is to be closed with them."""
 
     def __init__(self, address: NodeAddress, admin: AdminClient, tenant: str = TENANT) -> None:
         self.address = address
         self.admin = admin
         self._tenant = tenant
-        self._clients: list[Client] = []
+        self._open: list[Closing] = []
 
     async def add(
         self,
@@ -78,15 +84,19 @@ class Devices:
             ssl_context=self.address.client_tls(),
             options=options,
         )
-        self._clients.append(client)
+        self._open.append(client)
         client.start()
         if ready:
             await client.wait_ready(READY_TIMEOUT_MS)
         return client
 
+    def also_close(self, connection: Closing) -> None:
+        """At the end, too."""
+        self._open.append(connection)
+
     async def close(self) -> None:
-        for client in self._clients:
-            await client.close()
+        for connection in self._open:
+            await connection.close()
 
 
 @asynccontextmanager
