@@ -7,7 +7,7 @@ beat; how old a beat is, the registry's own clock decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, NamedTuple, Protocol
@@ -77,6 +77,17 @@ def epoch_owning(boundaries: Sequence[EpochBoundary], log_offset: int) -> int:
     if best == 0:
         raise StoreError(f"no epoch boundary covers log offset {log_offset}")
     return best
+
+
+def owners_of_any(boundaries: Iterable[EpochBoundary]) -> list[EpochBoundary]:
+    """Those, of boundaries ascending by epoch, whose epoch owns any offset; `epoch_owning` says the same with them
+    alone. A shard that is taken over again and again without a record has many that own none."""
+    kept: list[EpochBoundary] = []
+    for boundary in boundaries:
+        while kept and kept[-1].start_offset >= boundary.start_offset:
+            kept.pop()
+        kept.append(boundary)
+    return kept
 
 
 class Route(NamedTuple):

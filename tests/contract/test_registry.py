@@ -20,6 +20,7 @@ from qim.registry.api import (
     Route,
     ShardRegistry,
     epoch_owning,
+    owners_of_any,
 )
 from qim.registry.memory import MemoryShardRegistry
 from qim.registry.redis import RedisShardRegistry
@@ -247,6 +248,8 @@ class ShardRegistryContract:
         await self.registry.write_boundary(0, EpochBoundary(4, mailbox_seq(4, 10), mailbox_seq(3, 9)))
         boundaries = await self.registry.boundaries(0)
         assert [epoch_owning(boundaries, offset) for offset in (0, 9, 10, 1 << 47)] == [3, 3, 4, 4]
+        assert [boundary.shard_epoch for boundary in owners_of_any(boundaries)] == [3, 4]
+        assert [epoch_owning(owners_of_any(boundaries), offset) for offset in (0, 9, 10, 1 << 47)] == [3, 3, 4, 4]
 
     async def test_an_offset_without_a_boundary_has_no_epoch(self) -> None:
         with pytest.raises(StoreError, match="no epoch boundary"):

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Final
 
 from qim.core.seq import LaneVector, log_offset_of, mailbox_seq
-from qim.registry.api import EpochBoundary, epoch_owning
+from qim.registry.api import EpochBoundary, epoch_owning, owners_of_any
 from qim.shard_workers.mailbox.expand import Dispatch, Member, RecentEvents, lanes_of
 from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
 from qim.shard_workers.mailbox.lanes import HoldChunk, LaneQueues, SubTask
@@ -49,7 +49,7 @@ class ShardMachine:
         "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
         "boundaries", "_own_start", "_own_base", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor",
         "_fold", "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
-        "_may_work", "_recent", "_top", "saved_offset", "read_only", "regressions",
+        "_may_work", "_recent", "_top", "saved_offset", "read_only", "regressions", "_owners",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,7 @@ class ShardMachine:
         """Times a `mailbox_seq` was seen going back: must stay 0 (26.6.5)."""
         self.lanes = LaneQueues(lane_count)
         self.boundaries: Sequence[EpochBoundary] = ()
+        self._owners: Sequence[EpochBoundary] = ()
         self._own_start = 0
         self._own_base = mailbox_seq(shard_epoch, 0)
         self._takeover_high = 0
@@ -109,6 +110,7 @@ class ShardMachine:
         """The boundaries of the shard, its own included (which epoch owns which offset), and H, the end of the log: a
         lane is served once its W reached the record before H."""
         self.boundaries = boundaries
+        self._owners = owners_of_any(boundaries)
         own = next(boundary for boundary in boundaries if boundary.shard_epoch == self.shard_epoch)
         self._own_start = own.start_offset
         self._takeover_high = high
@@ -155,7 +157,7 @@ class ShardMachine:
             return 0
         if log_offset >= self._own_start:
             return self._own_base + log_offset
-        return mailbox_seq(epoch_owning(self.boundaries, log_offset), log_offset)
+        return mailbox_seq(epoch_owning(self._owners, log_offset), log_offset)
 
     # ------------------------------------------------------------------------------------------------------ admission
 
