@@ -129,10 +129,12 @@ Action = (
 class _Lane:
     """One conversation. `context` is None until loaded; a single chat needs none."""
 
-    __slots__ = ("context", "direct", "key", "pending", "state")
+    __slots__ = ("context", "direct", "key", "latest_seq", "pending", "state")
 
     def __init__(self, key: Key) -> None:
         self.key = key
+        self.latest_seq = 0
+        """The newest `conversation_seq` committed here."""
         self.direct = key[1].startswith(DIRECT_PREFIX)
         self.state = LaneState.IDLE
         self.pending: deque[Submission] = deque()
@@ -155,6 +157,8 @@ class BucketMachine:
         self.fencing_epoch = fencing_epoch
         """Of the grant this machine works under."""
         self.clock = clock
+        self.regressions = 0
+        """Commits whose `conversation_seq` was not above the one before: must stay 0 (§19.1)."""
         self._admission = admission
         self._batch_max = parameters.commit_batch_max
         self._at_all_owner_above = parameters.large_group_member_threshold
@@ -305,6 +309,9 @@ class BucketMachine:
                 duplicate = outcome.status is CommitStatus.DUPLICATE
                 if isinstance(submission, Change):
                     self._changed(lane, submission, duplicate)
+                if not duplicate:
+                    self.regressions += outcome.conversation_seq <= lane.latest_seq
+                    lane.latest_seq = outcome.conversation_seq
                 actions.append(Acknowledge(submission, outcome.message_id, outcome.conversation_seq, duplicate))
             elif outcome.status is CommitStatus.UNJUDGED:
                 retry.append(submission)

@@ -451,6 +451,10 @@ class WriterRole:
         else:
             metrics.CONVERSATION_SEQ_ALLOC_MS.observe(self._clock.monotonic_ms() - started_ms)
             actions = machine.committed(outcomes)
+            if machine.regressions:
+                log.error("conversation_seq_went_back", bucket=bucket, count=machine.regressions)
+                metrics.CONVERSATION_SEQ_REGRESSION_COUNT.inc(machine.regressions)
+                machine.regressions = 0
             self._hint_committed(bucket, requests, outcomes)
         self._perform(machine, actions)
         self._pump_soon(machine)
