@@ -51,7 +51,8 @@ def test_a_node_without_its_log_commits_nothing_and_says_so(link_loss: LinkLoss)
     assert max(answer.took_s for answer in run.cut_off) * 1000 <= P.submit_timeout_ms + 1000, "send_ack_timeout is 3 s"
     # an unproven death: the wait, and 5 s
     assert P.writer_self_fence_deadline / 1000 < served_again <= P.writer_failover_wait / 1000 + 5
-    assert not any(answer.code for answer in run.served), "the other half goes on"
+    assert {answer.code for answer in run.served} <= {0, ErrorCode.RATE_LIMITED}, "the other half goes on"
+    assert sum(1 for answer in run.served if not answer.code) > len(run.served) / 2
 
     # criterion: double allocation of conversation_seq == 0 (of the crowd's: crowd.expected)
     allocated = defaultdict(list)

@@ -23,7 +23,7 @@ def test_a_full_store_stops_the_watermark_and_nothing_else_is_claimed(full_store
         f"{len(run.refusals)} sends refused, ready again {run.ready_again_s:.2f} s after; {run.entries} entries"
     )
     assert run.failures > 0
-    assert run.waiting > BURST, "one line has a dispatch for several shards"
+    assert run.waiting > BURST / 4, "hardly anything was committed before the writers knew"
     assert run.failures <= SHARDS * (FULL_S + 10), "a full store is asked ever more rarely"
 
     # criterion: mailbox write failure stops the lane's watermark; no MAILBOX_BATCH success for what is not there

@@ -162,14 +162,6 @@ def test_a_send_is_committed_and_acknowledged(bench: Bench) -> None:
     assert bench.idle()
 
 
-def test_a_sequence_that_does_not_grow_is_counted(bench: Bench) -> None:
-    for seq, regressions in ((5, 0), (6, 0), (6, 1), (4, 2), (5, 2)):
-        bench.submit(bench.send())
-        bench.batch()
-        bench.machine.committed([committed(seq)])
-        assert bench.machine.regressions == regressions
-
-
 def test_one_call_in_flight_and_the_next_carries_what_arrived(bench: Bench) -> None:
     first, second, other = bench.send(), bench.send(), bench.send("dm:ann:cid")
     bench.submit(first)

@@ -1,4 +1,5 @@
-"""A bucket that goes to another writer: nothing more is committed, everybody gets an answer."""
+"""A bucket that goes to another writer: nothing more is committed, everybody gets an answer; and what should never come
+of two owners is counted."""
 
 from __future__ import annotations
 
@@ -65,3 +66,11 @@ def test_a_machine_is_idle_only_when_nothing_waits_and_nothing_is_under_way(benc
     assert not bench.machine.is_idle()
     bench.machine.committed([committed(1)])
     assert bench.machine.is_idle()
+
+
+def test_a_sequence_that_does_not_grow_is_counted(bench: Bench) -> None:
+    for seq, regressions in ((5, 0), (6, 0), (6, 1), (4, 2), (5, 2)):
+        bench.submit(bench.send())
+        bench.batch()
+        bench.machine.committed([committed(seq)])
+        assert bench.machine.regressions == regressions
