@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from blake3 import blake3
 
-from qim.backplane.api import Backplane, Priority
+from qim.backplane.api import Answer, Backplane, Priority
 from qim.config.parameters import Parameters
 from qim.core.hlc import HybridClock, LatestWall
 from qim.core.ids import conversation_bucket, group_conversation_id, is_name
@@ -253,43 +253,43 @@ class WriterRole:
 
     # -------------------------------------------------------------------------------------------------- requests
 
-    def _submit_send(self, _peer: str, body: bytes) -> asyncio.Future[bytes]:
+    def _submit_send(self, _peer: str, body: bytes) -> Answer:
         request = SubmitSend.FromString(body)
         message = request.message
         send = Send(
             request.tenant_id, request.user_id, request.device_id, message, request_digest(message),
-            expires_at_ms=self._expiry_ms(), limits_lifted=request.limits_lifted, ticket=_new_ticket(),
+            expires_at_ms=self._expiry_ms(), limits_lifted=request.limits_lifted, ticket=Answer(),
         )  # fmt: skip
         return self._submit(send, check_send(message, request.user_id, self._parameters))
 
-    def _submit_create(self, _peer: str, body: bytes) -> asyncio.Future[bytes]:
+    def _submit_create(self, _peer: str, body: bytes) -> Answer:
         request = SubmitCreateGroup.FromString(body)
         asked = request.request
         members = sorted({request.user_id, *asked.member_ids})
         create = Create(
             request.tenant_id, group_conversation_id(asked.group_id), request.user_id, members,
-            expires_at_ms=self._expiry_ms(), ticket=_new_ticket(),
+            expires_at_ms=self._expiry_ms(), ticket=Answer(),
         )  # fmt: skip
         refused = check_users(members, len(members)) if is_name(asked.group_id) else DENIED
         if refused is None and len(members) > self._parameters.max_members_per_group:
             refused = TOO_MANY_MEMBERS
         return self._submit(create, refused)
 
-    def _submit_leave(self, _peer: str, body: bytes) -> asyncio.Future[bytes]:
+    def _submit_leave(self, _peer: str, body: bytes) -> Answer:
         request = SubmitLeaveGroup.FromString(body)
         return self._submit_change(
             request.tenant_id, request.request.group_id, request.user_id, (request.user_id,),
             joining=False, by_subject=True,
         )  # fmt: skip
 
-    def _submit_add(self, _peer: str, body: bytes) -> asyncio.Future[bytes]:
+    def _submit_add(self, _peer: str, body: bytes) -> Answer:
         request = SubmitGroupChange.FromString(body)
         return self._submit_change(
             request.tenant_id, request.group_id, request.operator or OPERATOR_DEFAULT, request.user_ids,
             joining=True, by_subject=False,
         )  # fmt: skip
 
-    def _submit_remove(self, _peer: str, body: bytes) -> asyncio.Future[bytes]:
+    def _submit_remove(self, _peer: str, body: bytes) -> Answer:
         request = SubmitGroupChange.FromString(body)
         return self._submit_change(
             request.tenant_id, request.group_id, request.operator or OPERATOR_DEFAULT, request.user_ids,
@@ -298,14 +298,14 @@ class WriterRole:
 
     def _submit_change(
         self, tenant_id: str, group_id: str, by: str, user_ids: Sequence[str], *, joining: bool, by_subject: bool
-    ) -> asyncio.Future[bytes]:
+    ) -> Answer:
         """The control message has an id of its own in ClientDedup: random, so that no client can have taken it."""
         users = tuple(dict.fromkeys(user_ids))
         change_id = secrets.token_hex(16)
         change = Change(
             tenant_id, group_conversation_id(group_id), by, change_id, blake3(change_id.encode()).digest(16),
             joining=joining, user_ids=users, by_subject=by_subject,
-            expires_at_ms=self._expiry_ms(), ticket=_new_ticket(),
+            expires_at_ms=self._expiry_ms(), ticket=Answer(),
         )  # fmt: skip
         refused = check_users(users, self._parameters.group_add_max_users)
         if not is_name(group_id):
@@ -314,8 +314,8 @@ class WriterRole:
             refused = BAD_REQUEST
         return self._submit(change, refused)
 
-    def _submit(self, submission: Submission, refused: Refusal | None) -> asyncio.Future[bytes]:
-        ticket: asyncio.Future[bytes] = submission.ticket
+    def _submit(self, submission: Submission, refused: Refusal | None) -> Answer:
+        ticket: Answer = submission.ticket
         self._unanswered += 1
         bucket = conversation_bucket(submission.tenant_id, submission.conversation_id, self._bucket_count)
         machine = self._machines.get(bucket)
@@ -415,11 +415,11 @@ class WriterRole:
         self._settle(submission, replies.refusal(submission, refused, random.random))
 
     def _settle(self, submission: Submission, body: bytes) -> None:
-        """Answer, unless the caller is gone."""
+        """Answer, once."""
         self._unanswered -= 1
         if not self._serving:
             self._answered.set()
-        ticket: asyncio.Future[bytes] = submission.ticket
+        ticket: Answer = submission.ticket
         if not ticket.done():
             ticket.set_result(body)
 
@@ -576,7 +576,3 @@ class WriterRole:
         if owner is not None:
             hint = LogHint(partition=bucket, first_offset=first_offset, records=records)
             self._backplane.notify(owner, InternalOpcode.OUTBOX_HINT, hint.SerializeToString(), Priority.CONTROL)
-
-
-def _new_ticket() -> asyncio.Future[bytes]:
-    return asyncio.get_running_loop().create_future()
