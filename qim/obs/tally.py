@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final, Self, cast
 
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.samples import Sample
 
 SEEN_MAX: Final = 1024
@@ -38,7 +39,18 @@ class PlainValue:
         """There are none."""
 
 
-class TalliedCounter(Counter):
+class _Labelled(MetricWrapperBase):
+    """Finds a child that exists by one look-up: for texts by name, in the order they were declared."""
+
+    def labels(self, *labelvalues: object, **labelkwargs: object) -> Self:
+        if tuple(labelkwargs) == self._labelnames:
+            found: Any = self._metrics.get(tuple(labelkwargs.values()))  # type: ignore[arg-type]
+            if found is not None:
+                return cast(Self, found)
+        return super().labels(*labelvalues, **labelkwargs)
+
+
+class TalliedCounter(_Labelled, Counter):
     """`Counter` on a plain number. AttributeError for an event of a labelled counter without its labels."""
 
     def _metric_init(self) -> None:
@@ -50,7 +62,7 @@ class TalliedCounter(Counter):
         self._value.number += amount
 
 
-class TalliedGauge(Gauge):
+class TalliedGauge(_Labelled, Gauge):
     """`Gauge` on a plain number. AttributeError for a labelled gauge without its labels."""
 
     def _metric_init(self) -> None:
@@ -70,7 +82,7 @@ class TalliedGauge(Gauge):
         self._value.number = float(value)
 
 
-class TalliedHistogram(Histogram):
+class TalliedHistogram(_Labelled, Histogram):
     """`Histogram` with a list in front. AttributeError for an event of a labelled one without its labels."""
 
     def _metric_init(self) -> None:

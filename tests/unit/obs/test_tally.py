@@ -35,6 +35,19 @@ def test_every_label_has_a_tally_of_its_own() -> None:
         counter.inc()
 
 
+def test_labels_are_texts_whatever_they_are_given_as() -> None:
+    registry = CollectorRegistry()
+    counter = TalliedCounter("moved_total", "x", ("kind", "shard"), registry=registry)
+    child = counter.labels(kind="a", shard="3")
+    for same in (counter.labels(kind="a", shard=3), counter.labels(shard="3", kind="a"), counter.labels("a", 3)):
+        assert same is child
+    assert counter.labels(kind="3", shard="a") is not child
+    with pytest.raises(ValueError, match="label"):
+        counter.labels(kind="a")
+    child.inc()
+    assert registry.get_sample_value("moved_total", {"kind": "a", "shard": "3"}) == 1
+
+
 def test_a_gauge_goes_up_and_down_and_is_set() -> None:
     registry = CollectorRegistry()
     gauge = TalliedGauge("online", "x", registry=registry)
