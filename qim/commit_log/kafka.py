@@ -1,9 +1,10 @@
 """CommitLog on Kafka or Redpanda (DESIGN §4, DESIGN-data §4, ADR-0012, ADR-0017).
 
 Producers: acks=all, idempotence off, explicit partitions. Where the order of one call's records matters a producer has
-one request in flight, retries for ever and never gives a record up, so of each partition a prefix of the call is in the
-log at any time; a record the broker refuses for good (too large, no permission) would break that, so topics are probed
-for their limits at start and every size is checked here.
+one request in flight and retries for ever, so of each partition a prefix of the call is in the log at any time, unless
+the broker refuses a record for good (permission, a limit that was lowered) and takes a later one before this is known.
+Then the call fails, its caller repeats it, and readers tell the later record from its repetition by what it follows
+(ADR 0012). Topics are probed for their limits at start, every size is checked here, a batch stays below the limit.
 
 **Fence.** A broker cannot make an append depend on an epoch, so `append` does not look at its fence: what a replaced
 fan-out still appends repeats records of the outbox in order, and the admission fold of every MailboxNode drops it by
@@ -64,6 +65,8 @@ _PRODUCER_SETTINGS: Final[dict[str, str | int | bool]] = {
     "request.timeout.ms": 10_000,
     "queue.buffering.max.kbytes": 262_144,
     "message.max.bytes": 1_000_000,
+    # the limit of a topic is one of batches
+    "batch.size": RECORD_BYTES_MAX,
 }
 _CONSUMER_SETTINGS: Final[dict[str, str | int | bool]] = {
     # assign only: the group is a name librdkafka insists on

@@ -82,6 +82,9 @@ DISPATCH_EXPAND_DURATION_MS: Final = _latency_ms(
 DISPATCH_DUPLICATE_SUPPRESSED_TOTAL: Final = _counter(
     "dispatch_duplicate_suppressed_total", "dispatches the admission fold judged duplicate"
 )
+DISPATCH_ORPHANED_TOTAL: Final = _counter(
+    "qim_dispatch_orphaned_total", "dispatches whose predecessor in the append call was refused; appended again"
+)
 STALE_EPOCH_DISPATCH_DROPPED_TOTAL: Final = _counter(
     "stale_epoch_dispatch_dropped_total", "dispatches with an old fencing_epoch dropped whole (§19.2.1)"
 )

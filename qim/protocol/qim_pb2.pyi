@@ -1162,7 +1162,7 @@ class MentionRule(_message.Message):
     def __init__(self, at_all: _Optional[bool] = ..., user_ids: _Optional[_Iterable[str]] = ..., reply_to_user_id: _Optional[str] = ...) -> None: ...
 
 class GroupDispatch(_message.Message):
-    __slots__ = ("dispatch_id", "target_mailbox_shard", "source_offset", "source_part", "source_bucket", "lane_mask", "snapshot_version", "member_count", "record")
+    __slots__ = ("dispatch_id", "target_mailbox_shard", "source_offset", "source_part", "source_bucket", "lane_mask", "snapshot_version", "member_count", "record", "follows")
     DISPATCH_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_MAILBOX_SHARD_FIELD_NUMBER: _ClassVar[int]
     SOURCE_OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -1172,6 +1172,7 @@ class GroupDispatch(_message.Message):
     SNAPSHOT_VERSION_FIELD_NUMBER: _ClassVar[int]
     MEMBER_COUNT_FIELD_NUMBER: _ClassVar[int]
     RECORD_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     dispatch_id: bytes
     target_mailbox_shard: int
     source_offset: int
@@ -1181,7 +1182,8 @@ class GroupDispatch(_message.Message):
     snapshot_version: int
     member_count: int
     record: OutboxRecord
-    def __init__(self, dispatch_id: _Optional[bytes] = ..., target_mailbox_shard: _Optional[int] = ..., source_offset: _Optional[int] = ..., source_part: _Optional[int] = ..., source_bucket: _Optional[int] = ..., lane_mask: _Optional[int] = ..., snapshot_version: _Optional[int] = ..., member_count: _Optional[int] = ..., record: _Optional[_Union[OutboxRecord, _Mapping]] = ...) -> None: ...
+    follows: int
+    def __init__(self, dispatch_id: _Optional[bytes] = ..., target_mailbox_shard: _Optional[int] = ..., source_offset: _Optional[int] = ..., source_part: _Optional[int] = ..., source_bucket: _Optional[int] = ..., lane_mask: _Optional[int] = ..., snapshot_version: _Optional[int] = ..., member_count: _Optional[int] = ..., record: _Optional[_Union[OutboxRecord, _Mapping]] = ..., follows: _Optional[int] = ...) -> None: ...
 
 class DeviceTarget(_message.Message):
     __slots__ = ("tenant_id", "user_id", "device_id", "connection_id", "session_epoch")

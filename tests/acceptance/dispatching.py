@@ -99,7 +99,7 @@ async def dispatch_to(
         targets = direct_targets(TENANT, source.record.conversation_id, shards, lanes)
     else:
         targets = await node.outside.membership.version_index(*version)
-    return dict(dispatches(source, targets, {}, shards, lanes))[shard]
+    return dict(dispatches(source, targets, {}, shards, lanes, {}))[shard]
 
 
 def expected_triples(node: Node, user: str, placed: Mapping[int, bytes], ordinals: Sequence[int] = (0,)) -> set[Triple]:

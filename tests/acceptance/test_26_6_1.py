@@ -299,7 +299,7 @@ def old_dispatches(case: Case, source: Source, chat: str, first: int) -> list[tu
         if number < WITHOUT_EPOCH:
             record.ClearField("fencing_epoch")
         late = Source(source.bucket, source.offset + 1 + number, record.SerializeToString())
-        made += dispatches(late, targets, {}, case.cluster.address.mailbox_shard_count, LANES)
+        made += dispatches(late, targets, {}, case.cluster.address.mailbox_shard_count, LANES, {})
     return made
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from confluent_kafka import KafkaException, TopicPartition
-from confluent_kafka.admin import NewTopic
+from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic
 
 from qim.commit_log.kafka import KafkaCommitLog, KafkaConnection, describe
 from qim.commit_log.kafka_address import KafkaAddress
@@ -37,6 +37,24 @@ def make_topics(server: KafkaServer, address: KafkaAddress, partitions: Mapping[
             time.sleep(0.02)
             continue
         return
+
+
+def change_topic(server: KafkaServer, topic: str, settings: Mapping[str, str]) -> None:
+    """Return when the broker goes by them."""
+    admin = server.admin()
+    entries = [
+        ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET) for name, value in settings.items()
+    ]
+    resource = ConfigResource(ConfigResource.Type.TOPIC, topic, incremental_configs=entries)
+    admin.incremental_alter_configs([resource])[resource].result(30)
+    deadline_s = time.monotonic() + 30
+    while True:
+        asked = ConfigResource(ConfigResource.Type.TOPIC, topic)
+        found = admin.describe_configs([asked])[asked].result(30)
+        if all(found[name].value == value for name, value in settings.items()):
+            return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def delete_topic(server: KafkaServer, topic: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -13,8 +13,13 @@ from qim.commit_log.embedded import RedisCheckpointStore
 from qim.commit_log.kafka import RECORD_BYTES_MAX, KafkaCommitLog, KafkaConnection
 from qim.commit_log.kafka_address import KafkaAddress
 from qim.errors import StoreError
+from qim.protocol.qim_pb2 import EVENT_MESSAGE, DispatchEvent, OutboxRecord
+from qim.shard_workers.fanout.dispatch import Chain, Source, dispatches
+from qim.shard_workers.mailbox.expand import Dispatch
+from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
+from qim.stores.api import SnapshotRef
 from qim.stores.redis.resp import RespClient
-from tests.contract.kafka_fixtures import TrimmableKafkaLog, delete_topic, make_topics, new_prefix
+from tests.contract.kafka_fixtures import TrimmableKafkaLog, change_topic, delete_topic, make_topics, new_prefix
 from tests.contract.log_contract import PARTITIONS, CommitLogContract
 from tests.support.kafka_server import KafkaServer, running_kafka
 
@@ -87,6 +92,58 @@ async def test_a_record_the_broker_might_refuse_is_refused_here(connection: Kafk
         await log.append([(0, b"small"), (0, bytes(RECORD_BYTES_MAX + 1))])
     assert await log.append([(0, bytes(RECORD_BYTES_MAX))]) == [0]
     assert len((await log.read(0, 0))[0].value) == RECORD_BYTES_MAX
+
+
+async def test_a_record_refused_for_good_leaves_no_hole(kafka_server: KafkaServer, connection: KafkaConnection) -> None:
+    """Somebody lowers the limit of the topic: the broker refuses a large record and takes the small one behind it. The
+    call fails and is repeated; the fold of every reader takes each message once, in order."""
+    log = KafkaCommitLog(connection, "dispatch", PARTITIONS)
+    topic = connection.address.topic("dispatch")
+    chain: Chain = {}
+    shards = {0: SnapshotRef(1, 1, 1)}
+
+    def call(first: int, sizes: Sequence[int]) -> list[tuple[int, bytes]]:
+        chain.clear()
+        made: list[tuple[int, bytes]] = []
+        for offset, size in enumerate(sizes, first):
+            event = DispatchEvent(event_type=EVENT_MESSAGE, audience_all=True)
+            record = OutboxRecord(
+                conversation_id="g:g", message_id=offset.to_bytes(16), events=[event], inline_ciphertext=bytes(size)
+            )
+            made += dispatches(Source(3, offset, record.SerializeToString()), shards, {}, 1, 64, chain)
+        return made
+
+    await log.append(call(0, [10]))
+    change_topic(kafka_server, topic, {"max.message.bytes": "10000"})
+    lossy = call(1, [RECORD_BYTES_MAX - 300, 1000, 1000])
+    with pytest.raises(StoreError, match="refused a record"):
+        await log.append(lossy)
+    landed = [Dispatch(offset, value).source[0] for offset, value in await log.read(0, 0)]
+    assert landed == [0, 2, 3], "this is what it is about: the broker took what came behind"
+    change_topic(kafka_server, topic, {"max.message.bytes": "1048588"})
+    await log.append(lossy)
+    await log.append(call(4, [10]))
+    fold = AdmissionFold()
+    verdicts: dict[int, list[Verdict]] = {}
+    for offset, value in await log.read(0, 0):
+        found = Dispatch(offset, value)
+        verdict = fold.admit(offset, found.bucket, found.source, found.fencing_epoch, found.follows)
+        verdicts.setdefault(found.source[0], []).append(verdict)
+    orphaned, admitted = Verdict.ORPHANED, Verdict.ADMITTED
+    assert verdicts == {
+        0: [admitted], 1: [admitted], 2: [orphaned, admitted], 3: [orphaned, admitted], 4: [admitted],
+    }  # fmt: skip
+
+
+async def test_small_records_never_make_a_batch_above_the_least_limit(
+    kafka_server: KafkaServer, connection: KafkaConnection
+) -> None:
+    """The limit of a topic is one of batches: many fitting records together must not exceed it."""
+    change_topic(
+        kafka_server, connection.address.topic("dispatch"), {"max.message.bytes": str(RECORD_BYTES_MAX + 1024)}
+    )
+    log = KafkaCommitLog(connection, "dispatch", PARTITIONS)
+    assert await log.append([(0, bytes(90_000))] * 60) == list(range(60))
 
 
 async def test_a_topic_made_anew_is_noticed(kafka_server: KafkaServer, connection: KafkaConnection) -> None:

@@ -14,6 +14,7 @@ from qim.commit_log.api import Fence, LogIdentity
 from qim.commit_log.memory import MemoryCheckpointStore, MemoryCommitLog
 from qim.config.parameters import Parameters, default_parameters
 from qim.core.ids import conversation_bucket, group_conversation_id
+from qim.errors import StoreError
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import SubmitGroupChange
 from qim.registry.api import LeaseKind
@@ -63,7 +64,7 @@ class Cluster:
         self.dispatch_log = MemoryCommitLog(
             dispatch, records_of=self.dispatched.__getitem__, checkpoints=self.checkpoints
         )
-        self.broker = Broker(self.dispatch_log)
+        self.broker = Broker(self.dispatch_log, self.rng_of("broker"))
         self.registry = MemoryShardRegistry(self.registry_ms)
         self._registry_offset_ms = 0
         self.presence: dict[str, SimPresence] = {}
@@ -190,17 +191,26 @@ class Cluster:
 
 
 class Broker:
-    """The dispatch log as a broker keeps it: no fence, and of an append that was cut off a prefix may be there."""
+    """The dispatch log as a broker keeps it: no fence, of an append that was cut off a prefix may be there, and of one
+    with a record that is refused everything else."""
 
     splits = True
 
-    def __init__(self, log: MemoryCommitLog) -> None:
+    def __init__(self, log: MemoryCommitLog, rng: random.Random) -> None:
         self._log = log
+        self._rng = rng
+        self.refusals = 0
+        """Records still to be refused, one of an append."""
         self.read = log.read
         self.watermarks = log.watermarks
         self.identity = log.identity
 
     async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
+        if self.refusals and len(records) > 1:
+            self.refusals -= 1
+            refused = self._rng.randrange(len(records))
+            await self._log.append([record for n, record in enumerate(records) if n != refused])
+            raise StoreError("the broker refused a record")
         return await self._log.append(records)
 
 

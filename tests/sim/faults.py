@@ -161,6 +161,10 @@ class Faults:
                 worker.died(worker.process)
         self.mailbox_lost(since_s, down_s)
 
+    def refuse(self, records: int) -> None:
+        """The broker of the dispatch log refuses records for good, if there is one."""
+        self._cluster.broker.refusals += records
+
     def core_crash(self, down_s: float) -> None:
         self._cluster.core.crash()
         self._loop.world_later(down_s, self._cluster.core.restart)

@@ -47,6 +47,8 @@ class Oracle:
         self._held: dict[str, dict[tuple[bytes, int], bytes]] = {}
         """user -> (message_id, ordinal) -> mailbox prefix."""
         self._wanted: list[list[Wanted]] = [[] for _ in range(cluster.plan.shards)]
+        self._dispatched: dict[tuple[int, int], int] = {}
+        """(shard, bucket) -> source of the newest dispatch that counts, as `GroupDispatch.follows`."""
         self._last_message_id: dict[int, bytes] = {}
         self._last_seq: dict[str, int] = {}
         self._checkpoints: dict[int, int] = {}
@@ -154,6 +156,11 @@ class Oracle:
     def _expand(self, shard: int, dispatch: GroupDispatch) -> Wanted:
         plan, tenant = self._cluster.plan, self._cluster.tenant
         record = dispatch.record
+        key = shard, dispatch.source_bucket
+        if dispatch.HasField("follows") and dispatch.follows > self._dispatched.get(key, -1):
+            return Wanted(record.message_id, {})  # what it follows was refused: both come again
+        source = dispatch.source_offset << 8 | dispatch.source_part
+        self._dispatched[key] = max(source, self._dispatched.get(key, -1))
         users: set[str] = set()
         for event in record.events:
             if not event.audience_all:

@@ -107,7 +107,7 @@ _CALLS: Final = (
 _ALL: Final = {
     "crash": 14, "crash_at": 14, "break_at": 12, "takeover": 5, "takeover_at": 6, "split": 8, "pause": 5, "clock": 7,
     "break": 6, "slow": 8, "server_freeze": 4, "mailbox_lost": 8, "mailbox_lost_at": 8, "core_crash": 2, "cut": 12,
-    "lag": 4, "pipe": 5, "hold": 3, "device": 6, "mailbox_lost_twin": 4, "blackout": 2, "drain": 3,
+    "lag": 4, "pipe": 5, "hold": 3, "device": 6, "mailbox_lost_twin": 4, "blackout": 2, "drain": 3, "refuse": 3,
     "no_registry": 3, "split_at": 6,
 }  # fmt: skip
 PROFILES: Final[Mapping[str, _Profile]] = {
@@ -122,7 +122,7 @@ PROFILES: Final[Mapping[str, _Profile]] = {
         narrow=True,
     ),
     "fanout": _Profile(
-        weights={"crash_at": 8, "break_at": 8, "takeover_at": 3, "split": 3, "slow": 5, "crash": 4},
+        weights={"crash_at": 8, "break_at": 8, "takeover_at": 3, "split": 3, "slow": 5, "crash": 4, "refuse": 5},
         roles=("fanout",),
         calls=("log.append", "log.save"),
         purposes=("log",),
@@ -298,6 +298,7 @@ def _fault(plan: Plan, rng: random.Random, at_s: float) -> list[Step]:
         "mailbox_lost": [Step(at_s, "mailbox_lost", (lost_s, short_s))],
         "mailbox_lost_twin": [Step(at_s, "crash", (owner, 0, short_s)), Step(at_s, "mailbox_lost", (lost_s, short_s))],
         "blackout": [Step(at_s, "blackout", (lost_s, short_s))],
+        "refuse": [Step(at_s, "refuse", (rng.randint(1, 3),))],
         "core_crash": [Step(at_s, "core_crash", (short_s,))],
         "cut": [Step(at_s, "cut", (worker, role, short_s))],
         "lag": [Step(at_s, "lag", (worker, role, rng.choice((0.02, 0.3)), long_s))],

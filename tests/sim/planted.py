@@ -117,8 +117,10 @@ def registry_epoch_compared() -> contextlib.AbstractContextManager[None]:
         original_make(self, plan)
         made.append(self)
 
-    def admit(self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int) -> Verdict:
-        verdict = original(self, log_offset, bucket, source, epoch)
+    def admit(
+        self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int, *rest: Any
+    ) -> Verdict:
+        verdict = original(self, log_offset, bucket, source, epoch, *rest)
         held = made[-1].registry._leases[LeaseKind.CONVERSATION_BUCKET].get(bucket)
         return Verdict.STALE if held is not None and epoch < held.epoch else verdict
 
@@ -130,9 +132,23 @@ def registry_epoch_compared() -> contextlib.AbstractContextManager[None]:
 def no_source_high() -> contextlib.AbstractContextManager[None]:
     """What a restarted fan-out produces again is materialized again."""
 
-    def admit(self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int) -> Verdict:
-        verdict = original(self, log_offset, bucket, source, epoch)
+    def admit(
+        self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int, *rest: Any
+    ) -> Verdict:
+        verdict = original(self, log_offset, bucket, source, epoch, *rest)
         return Verdict.ADMITTED if verdict is Verdict.DUPLICATE else verdict
+
+    original = AdmissionFold.admit
+    return _with(mock.patch.object(AdmissionFold, "admit", admit))
+
+
+def refused_not_missed() -> contextlib.AbstractContextManager[None]:
+    """A dispatch counts although the broker refused the one before it in its call."""
+
+    def admit(
+        self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int, *_: Any
+    ) -> Verdict:
+        return original(self, log_offset, bucket, source, epoch)
 
     original = AdmissionFold.admit
     return _with(mock.patch.object(AdmissionFold, "admit", admit))
@@ -303,9 +319,11 @@ def replayed_under_own_epoch() -> contextlib.AbstractContextManager[None]:
 def no_stale_verdict() -> contextlib.AbstractContextManager[None]:
     """Check point 2 is left out."""
 
-    def admit(self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int) -> Verdict:
+    def admit(
+        self: AdmissionFold, log_offset: int, bucket: int, source: tuple[int, int], epoch: int, *rest: Any
+    ) -> Verdict:
         row = self._rows.get(bucket)
-        return original(self, log_offset, bucket, source, max(epoch, row[2]) if row else epoch)
+        return original(self, log_offset, bucket, source, max(epoch, row[2]) if row else epoch, *rest)
 
     original = AdmissionFold.admit
     return _with(mock.patch.object(AdmissionFold, "admit", admit))
@@ -406,7 +424,7 @@ PLANTED: Final[Mapping[str, Planting]] = {
         message_id_reissued, watermark_before_index, dirty_before_link, reload_without_push, no_predecessor_check,
         checkpoint_goes_back, served_by_epoch, idle_instance_forgotten, replayed_under_own_epoch,
         watermark_not_compared, commit_not_fenced, append_not_fenced, self_fence_left_out, lease_taken_early,
-        beat_not_compared, release_not_compared, boundary_not_fenced,
+        beat_not_compared, boundary_not_fenced, refused_not_missed,
     )
 }  # fmt: skip
-TRIPWIRES: Final[Mapping[str, Planting]] = {no_stale_verdict.__name__: no_stale_verdict}
+TRIPWIRES: Final[Mapping[str, Planting]] = {made.__name__: made for made in (no_stale_verdict, release_not_compared)}

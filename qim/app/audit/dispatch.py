@@ -148,7 +148,7 @@ class DispatchAudit:
             subjects = source.subjects()
             found = await evidence.membership.slots_of(*version[:2], subjects)
             slots = {user: slot for user, slot in zip(subjects, found, strict=True) if slot is not None}
-        made = dispatches(source, targets, slots, evidence.shard_count, evidence.lane_count)
+        made = dispatches(source, targets, slots, evidence.shard_count, evidence.lane_count, {})
         return [(shard, GroupDispatch.FromString(value).source_part) for shard, value in made]
 
     async def _check_records(self, bucket: int, name: tuple[str, str], committed: Sequence[OutboxRecord]) -> None:
@@ -303,7 +303,8 @@ def _admitted(made: Sequence[Dispatch], low: int) -> list[Dispatch]:
     return [
         dispatch
         for dispatch in made
-        if fold.admit(dispatch.offset, dispatch.bucket, dispatch.source, dispatch.fencing_epoch) is Verdict.ADMITTED
+        if fold.admit(dispatch.offset, dispatch.bucket, dispatch.source, dispatch.fencing_epoch, dispatch.follows)
+        is Verdict.ADMITTED
     ]
 
 

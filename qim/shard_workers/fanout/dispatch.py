@@ -73,21 +73,31 @@ def direct_slots(source: Source) -> dict[str, int]:
     return {user_id: slot for slot, user_id in enumerate(ids.direct_members(source.record.conversation_id))}
 
 
+Chain = dict[int, int]
+"""mailbox shard -> the newest dispatch for it in one append call, as `follows` names it."""
+
+
 def dispatches(
-    source: Source, targets: ShardTargets, slots: Mapping[str, int], mailbox_shard_count: int, lane_count: int
+    source: Source,
+    targets: ShardTargets,
+    slots: Mapping[str, int],
+    mailbox_shard_count: int,
+    lane_count: int,
+    chain: Chain,
 ) -> list[tuple[int, bytes]]:
     """(mailbox shard, encoded GroupDispatch), part by part. `targets` are the shards of everybody meant by ALL; `slots`
-    those of the subjects. A subject without a slot never was a member and gets nothing."""
+    those of the subjects. A subject without a slot never was a member and gets nothing. `chain` is that of the append
+    call they will be in: each names the one before it, because a broker may take it and refuse that one (ADR 0012)."""
     events = source.record.events
     if len(events) == 1 and events[0].audience_all:
-        return [_encode(source, shard, 0, ref, source.packed) for shard, ref in targets.items()]
+        return [_encode(source, shard, 0, ref, source.packed, chain) for shard, ref in targets.items()]
     made: list[tuple[int, bytes]] = []
     for part, group in enumerate(split_events(source)):
         if group[0].audience_all:
             packed = _with_events(source, group)
-            made += [_encode(source, shard, part, ref, packed) for shard, ref in targets.items()]
+            made += [_encode(source, shard, part, ref, packed, chain) for shard, ref in targets.items()]
         else:
-            made += _named_dispatches(source, part, group, slots, mailbox_shard_count, lane_count)
+            made += _named_dispatches(source, part, group, slots, mailbox_shard_count, lane_count, chain)
     return made
 
 
@@ -120,6 +130,7 @@ def _named_dispatches(
     slots: Mapping[str, int],
     mailbox_shard_count: int,
     lane_count: int,
+    chain: Chain,
 ) -> list[tuple[int, bytes]]:
     """Dispatches of events for named users: each shard gets the names and slots of its own."""
     tenant_id = source.record.tenant_id
@@ -136,7 +147,7 @@ def _named_dispatches(
         for user_id in named:
             lane_mask |= 1 << ids.lane_id(tenant_id, user_id, lane_count)
         ref = SnapshotRef(0, len(named), lane_mask)
-        made.append(_encode(source, shard, part, ref, _with_events(source, local)))
+        made.append(_encode(source, shard, part, ref, _with_events(source, local), chain))
     return made
 
 
@@ -163,8 +174,8 @@ def _with_events(source: Source, events: Sequence[DispatchEvent]) -> bytes:
     return record.SerializeToString()
 
 
-def _encode(source: Source, shard: int, part: int, ref: SnapshotRef, record: bytes) -> tuple[int, bytes]:
-    """The record is field 9, the last one: appended as it is."""
+def _encode(source: Source, shard: int, part: int, ref: SnapshotRef, record: bytes, chain: Chain) -> tuple[int, bytes]:
+    """The record is appended as it is."""
     head = GroupDispatch(
         dispatch_id=ids.dispatch_id(source.record.message_id, shard),
         target_mailbox_shard=shard,
@@ -174,5 +185,7 @@ def _encode(source: Source, shard: int, part: int, ref: SnapshotRef, record: byt
         lane_mask=ref.lane_mask,
         snapshot_version=ref.snapshot_version,
         member_count=ref.member_count,
+        follows=chain.get(shard),
     ).SerializeToString()
+    chain[shard] = source.offset << 8 | part
     return shard, head + _RECORD_TAG + varint(len(record)) + record

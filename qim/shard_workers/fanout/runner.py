@@ -24,7 +24,7 @@ from qim.runtime.clock import Clock
 from qim.runtime.crash_point import AFTER_DISPATCH, crash_point
 from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.runtime.wakeable import Wakeable
-from qim.shard_workers.fanout.dispatch import ShardTargets, Source, direct_slots, direct_targets, dispatches
+from qim.shard_workers.fanout.dispatch import Chain, ShardTargets, Source, direct_slots, direct_targets, dispatches
 from qim.shard_workers.fanout.machine import PartitionMachine
 from qim.shard_workers.feed import GAP_WAIT_MS
 from qim.shard_workers.owners import OwnerMap
@@ -264,19 +264,21 @@ class FanoutRole:
     # ------------------------------------------------------------------------------------------------------ dispatches
 
     async def _dispatch(self, partition: _Partition, batch: Sequence[LogRecord]) -> None:
-        """Append the dispatches of a batch and tell the mailbox owners, in order."""
+        """Append the dispatches of a batch and tell the mailbox owners, in order. A call holds records of one
+        fencing_epoch: those of the next one follow when all before them are durable (DESIGN-data §4)."""
         made: list[tuple[int, bytes]] = []
+        chain: Chain = {}
         sources = [Source(partition.number, record.offset, record.value) for record in batch]
+        epoch = sources[0].record.fencing_epoch
         for source in sources:
-            made += await self._dispatches_of(source)
-            if len(made) >= APPEND_RECORDS_MAX:
+            if len(made) >= APPEND_RECORDS_MAX or source.record.fencing_epoch != epoch:
                 await self._append(partition, made)
-                made = []
-        if made:
-            await self._append(partition, made)
+                made, chain, epoch = [], {}, source.record.fencing_epoch
+            made += await self._dispatches_of(source, chain)
+        await self._append(partition, made)
         metrics.FANOUT_LAG_MS.observe(max(0, self._clock.unix_ms() - sources[0].record.created_at))
 
-    async def _dispatches_of(self, source: Source) -> list[tuple[int, bytes]]:
+    async def _dispatches_of(self, source: Source, chain: Chain) -> list[tuple[int, bytes]]:
         settings = self._settings
         version = source.group_version()
         targets: ShardTargets = {}
@@ -295,7 +297,7 @@ class FanoutRole:
                 tenant_id, group_id, _ = version
                 found = await self._membership.slots_of(tenant_id, group_id, subjects)
                 slots = {user_id: slot for user_id, slot in zip(subjects, found, strict=True) if slot is not None}
-        made = dispatches(source, targets, slots, settings.mailbox_shard_count, settings.lane_count)
+        made = dispatches(source, targets, slots, settings.mailbox_shard_count, settings.lane_count, chain)
         metrics.FANOUT_TARGET_SHARDS_PER_MESSAGE.observe(len(made))
         return made
 
@@ -311,6 +313,8 @@ class FanoutRole:
         return targets
 
     async def _append(self, partition: _Partition, made: Sequence[tuple[int, bytes]]) -> None:
+        if not made:
+            return
         fence = Fence(partition.number, partition.epoch)
         offsets = await self._dispatch_log.append(made, fence)
         crash_point(AFTER_DISPATCH)

@@ -89,8 +89,9 @@ class Dispatch:
     """A GroupDispatch at its log offset. `events` is filled on admission: a folded-over record needs none."""
 
     __slots__ = (
-        "offset", "bucket", "source", "fencing_epoch", "lane_mask", "tenant_id", "conversation_id", "message_id",
-        "sender_id", "direct", "frame", "record", "events", "event_count", "event_prefix", "_ref_seq", "_ref_parts",
+        "offset", "bucket", "source", "follows", "fencing_epoch", "lane_mask", "tenant_id", "conversation_id",
+        "message_id", "sender_id", "direct", "frame", "record", "events", "event_count", "event_prefix", "_ref_seq",
+        "_ref_parts",
     )  # fmt: skip
 
     def __init__(self, offset: int, value: bytes) -> None:
@@ -99,6 +100,7 @@ class Dispatch:
         self.offset = offset
         self.bucket: int = frame.source_bucket
         self.source: tuple[int, int] = (frame.source_offset, frame.source_part)
+        self.follows: tuple[int, int] | None = divmod(frame.follows, 256) if frame.HasField("follows") else None
         self.fencing_epoch: int = record.fencing_epoch
         self.lane_mask: int = frame.lane_mask
         self.tenant_id: str = record.tenant_id

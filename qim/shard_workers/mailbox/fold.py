@@ -23,32 +23,48 @@ class Verdict(Enum):
     """A fan-out that restarted produced it again; the log has the first one and all its predecessors."""
     STALE = "stale"
     """Check point 2 (26.6.1): a writer with a greater epoch was seen at a smaller offset."""
+    ORPHANED = "orphaned"
+    """The broker refused the record before it in its append call: fan-out appends both again (ADR 0012)."""
 
 
 class AdmissionFold:
     """State of the prefix below `next_offset`. `rows`: bucket -> (source offset, part, max epoch, its first offset)."""
 
-    __slots__ = ("next_offset", "_rows")
+    __slots__ = ("next_offset", "_rows", "_whole")
 
     def __init__(self, next_offset: int = 0) -> None:
+        """Behind a trimmed prefix (an audit's) the first record of a bucket is taken as it comes."""
         self.next_offset = next_offset
+        self._whole = next_offset == 0
         self._rows: dict[int, tuple[int, int, int, int]] = {}
 
-    def admit(self, log_offset: int, bucket: int, source: tuple[int, int], fencing_epoch: int) -> Verdict:
+    def admit(
+        self,
+        log_offset: int,
+        bucket: int,
+        source: tuple[int, int],
+        fencing_epoch: int,
+        follows: tuple[int, int] | None = None,
+    ) -> Verdict:
         """Judge the record at `next_offset`; only an admitted one changes a row.
 
-        `source` = (outbox offset, part). ValueError when `log_offset` is not the next one: a fold skips nothing.
+        `source` = (outbox offset, part), `follows` = that of the record before it in its append call. ValueError when
+        `log_offset` is not the next one: a fold skips nothing.
         """
         if log_offset != self.next_offset:
             raise ValueError(f"record {log_offset} folded where {self.next_offset} is due")
         self.next_offset = log_offset + 1
         row = self._rows.get(bucket)
         if row is None:
+            if follows is not None and self._whole:
+                return Verdict.ORPHANED
             self._rows[bucket] = (source[0], source[1], fencing_epoch, log_offset)
             return Verdict.ADMITTED
         source_offset, part, max_epoch, first_offset = row
         if source <= (source_offset, part):
             return Verdict.DUPLICATE
+        if follows is not None and follows > (source_offset, part):
+            return Verdict.ORPHANED
         if fencing_epoch < max_epoch and log_offset > first_offset:
             return Verdict.STALE
         if fencing_epoch > max_epoch:

@@ -164,7 +164,7 @@ class ShardMachine:
     def admit(self, dispatch: Dispatch) -> tuple[Verdict, list[SubTask]]:
         """Fold the next record; the sub-tasks it makes wait for `members_known`. Folded-over ones make none."""
         offset = dispatch.offset
-        verdict = self._fold.admit(offset, dispatch.bucket, dispatch.source, dispatch.fencing_epoch)
+        verdict = self._fold.admit(offset, dispatch.bucket, dispatch.source, dispatch.fencing_epoch, dispatch.follows)
         self._may_work = True
         tasks: list[SubTask] = []
         if verdict is Verdict.ADMITTED:

@@ -213,6 +213,8 @@ class ShardRunner:
             self._alert_refused(list(self.machine.refused)[refused:])
         if verdict is Verdict.DUPLICATE:
             metrics.DISPATCH_DUPLICATE_SUPPRESSED_TOTAL.inc()
+        elif verdict is Verdict.ORPHANED:
+            metrics.DISPATCH_ORPHANED_TOTAL.inc()
         elif verdict is Verdict.STALE:
             metrics.STALE_EPOCH_DISPATCH_DROPPED_TOTAL.inc()
             log.error("stale_dispatch_dropped", mailbox_shard=self.shard, offset=record.offset, bucket=dispatch.bucket,

@@ -13,6 +13,7 @@ from qim.shard_workers.fanout.dispatch import (
     dispatches,
     split_events,
 )
+from qim.shard_workers.mailbox.expand import Dispatch
 from qim.stores.api import SnapshotRef
 
 TENANT, SHARDS, LANES = "t", 8, 64
@@ -29,7 +30,8 @@ def source(events: list[DispatchEvent], *, conversation_id: str = "g:g", inline_
 
 def made(found: Source, targets: dict[int, SnapshotRef], slots: dict[str, int]) -> list[tuple[int, GroupDispatch]]:
     return [
-        (shard, GroupDispatch.FromString(packed)) for shard, packed in dispatches(found, targets, slots, SHARDS, LANES)
+        (shard, GroupDispatch.FromString(packed))
+        for shard, packed in dispatches(found, targets, slots, SHARDS, LANES, {})
     ]
 
 
@@ -111,3 +113,18 @@ def test_parts_are_legal_event_groups_in_order(kinds: list[tuple[int, bool]], in
         assert len({event.event_type for event in part}) == len(part), "one event_id per user and ordinal"
         assert len({event.audience_all for event in part}) == 1
         assert len(part) == 1 or len(part) * len(found.packed) <= EVENT_GROUP_BYTES_MAX
+
+
+def test_a_dispatch_names_the_one_before_it_in_its_append_call() -> None:
+    named = DispatchEvent(event_type=3, user_ids=["u1"], flags=6)  # type: ignore[arg-type]
+    shard = ids.mailbox_shard_id(TENANT, "u1", SHARDS)
+    targets, chain = {shard: SnapshotRef(1, 5, 1)}, dict[int, int]()
+    found = source([ALL, named])
+    packed = [value for _, value in dispatches(found, targets, {"u1": 1}, SHARDS, LANES, chain)]
+    packed += [value for _, value in dispatches(Source(2, 78, found.packed), targets, {"u1": 1}, SHARDS, LANES, chain)]
+    made = [Dispatch(n, value) for n, value in enumerate(packed)]
+    assert [dispatch.source for dispatch in made] == [(77, 0), (77, 1), (78, 0), (78, 1)]
+    assert [dispatch.follows for dispatch in made] == [None, (77, 0), (77, 1), (78, 0)]
+    other = (shard + 1) % SHARDS
+    ((_, first),) = dispatches(source([ALL]), {other: SnapshotRef(1, 5, 1)}, {}, SHARDS, LANES, chain)
+    assert Dispatch(0, first).follows is None

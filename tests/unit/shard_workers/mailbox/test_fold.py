@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qim.errors import StoreError
@@ -87,6 +87,51 @@ def test_a_record_of_a_dead_writer_behind_its_successors_is_stale() -> None:
 def test_what_a_dead_writer_acknowledged_before_its_successor_arrives() -> None:
     _, verdicts = _fold_all([(1, (5, 0), 7), (1, (6, 0), 7), (1, (7, 0), 8)])
     assert verdicts == [Verdict.ADMITTED] * 3
+
+
+def test_a_record_whose_predecessor_was_refused_waits_for_their_repetition() -> None:
+    """A broker refused (5, 0) for good and took the two behind it; fan-out appends all three again."""
+    fold = AdmissionFold()
+    calls = [
+        ((4, 0), None), ((5, 1), (5, 0)), ((6, 0), (5, 1)),
+        ((5, 0), None), ((5, 1), (5, 0)), ((6, 0), (5, 1)), ((7, 0), (6, 0)),
+    ]  # fmt: skip
+    verdicts = [fold.admit(n, 1, source, 3, follows) for n, (source, follows) in enumerate(calls)]
+    assert verdicts == [Verdict.ADMITTED, Verdict.ORPHANED, Verdict.ORPHANED, *[Verdict.ADMITTED] * 4]
+
+
+def test_the_first_record_of_a_bucket_may_be_an_orphan_unless_the_log_was_trimmed() -> None:
+    assert AdmissionFold().admit(0, 1, (5, 0), 3, (4, 0)) is Verdict.ORPHANED
+    assert AdmissionFold(9).admit(9, 1, (5, 0), 3, (4, 0)) is Verdict.ADMITTED
+    restored = AdmissionFold.decode(_fold_all([(2, (0, 0), 1)])[0].encode())
+    assert restored.admit(1, 1, (5, 0), 3, (4, 0)) is Verdict.ORPHANED
+
+
+@settings(deadline=None)
+@given(produced_logs(), st.data())
+def test_whatever_a_broker_refuses_nothing_is_lost_and_the_order_stays(log: list[Record], data: st.DataObject) -> None:
+    """Append calls of any size; each may lose any of its records, and is repeated until it loses none."""
+    fold, offset = AdmissionFold(), 0
+    admitted: list[Record] = []
+    for bucket in {record[0] for record in log}:
+        sources = sorted({record for record in log if record[0] == bucket}, key=lambda record: record[1])
+        while sources:
+            size = data.draw(st.integers(1, 4))
+            call, sources = sources[:size], sources[size:]
+            for lossy in (True, True, False):
+                follows = None
+                for record in call:
+                    if not (lossy and data.draw(st.booleans())):
+                        if fold.admit(offset, *record, follows) is Verdict.ADMITTED:
+                            admitted.append(record)
+                        offset += 1
+                    follows = record[1]
+    assert len(set(admitted)) == len(admitted)
+    assert set(admitted) == set(log)
+    for bucket in {record[0] for record in log}:
+        assert [record[1] for record in admitted if record[0] == bucket] == sorted(
+            record[1] for record in admitted if record[0] == bucket
+        )
 
 
 def test_a_fold_skips_nothing() -> None:
