@@ -271,8 +271,8 @@ class _ReaderThread:
 class KafkaConnection:
     """Everything of librdkafka in one process; made where it runs, never before a fork.
 
-    A question about a partition that nobody leads blocks for seconds. Such ones have a reader of their own until they
-    answer again, so that the others' reads do not wait behind them.
+    A question about a partition that nobody leads blocks for seconds, and so does one about the cluster while a broker
+    is away. These have a thread of their own, a partition until it answers again, so that no other read waits behind.
     """
 
     def __init__(self, address: KafkaAddress) -> None:
@@ -281,7 +281,7 @@ class KafkaConnection:
         self._senders: dict[int, _Sender] = {}
         """By partition modulo SENDERS."""
         self._reading = _ReaderThread(self._settings, "kafka-reader")
-        self._waiting = _ReaderThread(self._settings, "kafka-waiter")
+        self._patient = _ReaderThread(self._settings, "kafka-patient")
         self._away: set[tuple[str, int]] = set()
         """(topic, partition) that did not answer the last time."""
         self._admin: AdminClient | None = None
@@ -309,7 +309,7 @@ class KafkaConnection:
     async def reading(self, topic: str, partition: int, work: Callable[[_Reader], Result]) -> Result:
         """Run `work`, which asks for this partition, in a reader's thread."""
         place = (topic, partition)
-        thread = self._waiting if place in self._away else self._reading
+        thread = self._patient if place in self._away else self._reading
         try:
             found = await thread.run(work)
         except StoreUnavailable:
@@ -320,7 +320,7 @@ class KafkaConnection:
 
     async def identities(self, names: Sequence[str]) -> dict[str, LogIdentity]:
         """Of topics by their short names, as the broker tells them now. StoreError when one is missing."""
-        return await self._reading.call(self._identities, names)
+        return await self._patient.call(self._identities, names)
 
     async def watch(self, expected: Mapping[str, LogIdentity]) -> None:
         """Returns never; StoreError, one line, once a topic is gone or not the one it was. A supervised task."""
@@ -342,12 +342,17 @@ class KafkaConnection:
     async def close(self) -> None:
         """Everything has to be over by then: appends and reads under way are not waited for."""
         await self._reading.call(self._stop_senders)
-        await asyncio.gather(self._reading.close(), self._waiting.close())
+        await asyncio.gather(self._reading.close(), self._patient.close())
 
     def _identities(self, names: Sequence[str]) -> dict[str, LogIdentity]:
         if self._admin is None:
             self._admin = AdminClient(self._settings)
-        return describe(self._admin, self.address, names)
+        try:
+            return describe(self._admin, self.address, names)
+        except StoreUnavailable:
+            # it goes on asking the broker it once took for the controller; a new one looks around
+            self._admin = None
+            raise
 
     def _stop_senders(self) -> None:
         for sender in self._senders.values():

@@ -41,7 +41,7 @@ def check(run: LogOutage) -> None:
         if one.answer.opcode is Opcode.ERROR:
             assert one.answer.body.retry_after_ms > 0
     assert set(elsewhere) <= {0, ErrorCode.RATE_LIMITED}
-    assert elsewhere[0] > 0, "other partitions go on"
+    assert elsewhere[0] > elsewhere.total() * 0.75, "other partitions go on"
     # criteria: silently lost mailbox references == 0; after recovery duplicates == 0, by dispatch_id and by triple
     assert run.audit.passed(), run.audit.text()
     run.watch.check_sequences()
