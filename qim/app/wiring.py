@@ -39,7 +39,7 @@ from qim.registry.api import KIND_OF_POOL, LeaseKind, RouteMap
 from qim.registry.keeper import LeaseKeeper
 from qim.registry.lease import LeaseTimes
 from qim.registry.redis import RedisShardRegistry
-from qim.registry.routes import RouteCache
+from qim.registry.routes import RouteCache, owners_of
 from qim.runtime.clock import Clock, process_clock
 from qim.runtime.prefork import EXIT_FAILED, EXIT_OK, NotifyReady
 from qim.runtime.role import Role
@@ -438,6 +438,7 @@ class RoleBuilder:
                 lag_report_interval_ms=parameters.lag_report_interval_ms,
             ),
             registry=self._outside.registry,
+            routes=self._routes,
             outbox=self._outside.outbox,
             dispatch_log=self._outside.dispatch_log,
             checkpoints=self._outside.checkpoints,
@@ -480,6 +481,7 @@ class RoleBuilder:
                 cipher=self._context.keys,
                 cursor_key=self._context.keys.cursor_key,
             ),
+            routes=self._routes,
             backplane=self._backplane,
             clock=self._clock,
             on_failure=self._on_failure,
@@ -523,7 +525,7 @@ class RoleBuilder:
 
     def _link_writers(self, routes: RouteMap) -> None:
         """Keep a link to every writer."""
-        for owner in {route.owner for route in routes.routes.get(LeaseKind.CONVERSATION_BUCKET, {}).values()}:
+        for owner in owners_of(routes, LeaseKind.CONVERSATION_BUCKET):
             self._backplane.connect(owner)
 
 

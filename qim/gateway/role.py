@@ -15,6 +15,7 @@ from qim.gateway.surroundings import Surroundings
 from qim.obs.logs import get_logger
 from qim.protocol.opcodes import InternalOpcode
 from qim.registry.api import LeaseKind, RouteMap
+from qim.registry.routes import owners_of
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
 
@@ -128,7 +129,7 @@ class GatewayRole:
 
     def _on_routes(self, routes: RouteMap) -> None:
         for kind in (LeaseKind.CONVERSATION_BUCKET, LeaseKind.MAILBOX_SHARD):
-            for owner in {route.owner for route in routes.routes.get(kind, {}).values()}:
+            for owner in owners_of(routes, kind):
                 self._surroundings.backplane.connect(owner)
         if self._node is not None:
             self._node.on_routes(routes)

@@ -48,6 +48,10 @@ class RouteCache:
         """Owner and epoch."""
         return self._map.routes.get(kind, {}).get(shard_id)
 
+    def owners(self, kind: LeaseKind) -> list[str]:
+        """Each once, in a stable order."""
+        return owners_of(self._map, kind)
+
     def on_change(self, listener: Listener) -> None:
         """Call `listener` with every newer map, after it took effect; it must not raise."""
         self._listeners.append(listener)
@@ -89,3 +93,8 @@ class RouteCache:
                 await self.refresh()
         except StoreError as error:
             log.warning("routes_unavailable", error=error)
+
+
+def owners_of(routes: RouteMap, kind: LeaseKind) -> list[str]:
+    """Role instances that own an id of a kind: each once, in a stable order."""
+    return sorted({route.owner for route in routes.routes.get(kind, {}).values()})

@@ -217,6 +217,7 @@ class Instance:
                 conversation_bucket_count=plan.buckets, mailbox_shard_count=plan.shards, lane_count=plan.lanes
             ),
             registry=self.registry,
+            routes=self.routes,
             outbox=self.outbox,
             dispatch_log=self.dispatch_log,
             checkpoints=self.checkpoints,
@@ -250,6 +251,7 @@ class Instance:
                 cipher=CURSOR_KEYS,
                 cursor_key=CURSOR_KEYS.cursor_key,
             ),
+            routes=self.routes,
             backplane=self.backplane,
             clock=self.process,
             on_failure=self._failed,

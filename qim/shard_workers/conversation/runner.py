@@ -32,7 +32,7 @@ from qim.protocol.qim_pb2 import (
 )
 from qim.registry.api import Grant, LeaseKind, RouteMap, ShardRegistry
 from qim.registry.keeper import LeaseKeeper
-from qim.registry.routes import RouteCache
+from qim.registry.routes import RouteCache, owners_of
 from qim.runtime.clock import Clock
 from qim.runtime.crash_point import AFTER_COMMIT, crash_point
 from qim.runtime.tasks import FailureHandler, TaskSet
@@ -248,7 +248,7 @@ class WriterRole:
 
     def _link_fanout(self, routes: RouteMap) -> None:
         """Keep a link to every fan-out worker."""
-        for owner in {route.owner for route in routes.routes.get(LeaseKind.OUTBOX_PARTITION, {}).values()}:
+        for owner in owners_of(routes, LeaseKind.OUTBOX_PARTITION):
             self._backplane.connect(owner)
 
     # -------------------------------------------------------------------------------------------------- requests

@@ -17,8 +17,9 @@ from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import LagReport, LogHint, OutboxRecord
-from qim.registry.api import Grant, LeaseKind, ShardRegistry
+from qim.registry.api import Grant, LeaseKind, RouteMap, ShardRegistry
 from qim.registry.keeper import LeaseKeeper
+from qim.registry.routes import RouteCache, owners_of
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
 from qim.runtime.crash_point import AFTER_DISPATCH, crash_point
@@ -27,7 +28,6 @@ from qim.runtime.wakeable import Wakeable
 from qim.shard_workers.fanout.dispatch import Chain, ShardTargets, Source, direct_slots, direct_targets, dispatches
 from qim.shard_workers.fanout.machine import PartitionMachine
 from qim.shard_workers.feed import GAP_WAIT_MS
-from qim.shard_workers.owners import OwnerMap
 from qim.stores.api import GroupMembership
 
 log = get_logger(__name__)
@@ -74,7 +74,7 @@ class _Partition(Wakeable):
 
 class FanoutRole:
     """Role "fanout-<i>": owns the outbox partitions that are its share of the pool, as `leases` says; without `leases`
-    those with number mod pool_size = index, from its start to its end."""
+    those with number mod pool_size = index, from its start to its end. `routes` is already started."""
 
     def __init__(
         self,
@@ -84,6 +84,7 @@ class FanoutRole:
         *,
         settings: FanoutSettings,
         registry: ShardRegistry,
+        routes: RouteCache,
         outbox: LogReader,
         dispatch_log: CommitLog,
         checkpoints: CheckpointStore,
@@ -105,7 +106,7 @@ class FanoutRole:
         self._backplane = backplane
         self._clock = clock
         self._on_failure = on_failure
-        self._owners = OwnerMap(registry, backplane)
+        self._routes = routes
         self._tasks = TaskSet(self._failed)
         self._partitions: dict[int, _Partition] = {}
         self._indexes: OrderedDict[tuple[str, str, int], ShardTargets] = OrderedDict()
@@ -119,15 +120,21 @@ class FanoutRole:
         if self._leases is None:
             grant_id = secrets.token_hex(8)
             grants = await self._registry.grant(LeaseKind.OUTBOX_PARTITION, self._numbers, self.name, grant_id)
-        await self._owners.refresh()
+        self._routes.on_change(self._link_owners)
+        self._link_owners(self._routes.map)
         self._backplane.on_notice(InternalOpcode.OUTBOX_HINT, self._on_hint)
         await asyncio.gather(*(self.open_shard(grant) for grant in grants))
-        self._tasks.start(f"{self.name} routes", self._owners.keep_fresh())
         self._tasks.start(f"{self.name} report", self._report_lag())
         self._ready = True
         if self._leases is not None:
             self._leases.start(self)
         log.info("fanout_started", role=self.name, count=len(self._partitions))
+
+    def _link_owners(self, routes: RouteMap) -> None:
+        """Keep a link to everybody who is sent hints or lag."""
+        for kind in (LeaseKind.MAILBOX_SHARD, LeaseKind.CONVERSATION_BUCKET):
+            for owner in owners_of(routes, kind):
+                self._backplane.connect(owner)
 
     async def drain(self) -> None:
         """Dispatch what has arrived, save every checkpoint, give the partitions back."""
@@ -323,7 +330,7 @@ class FanoutRole:
         for (shard, value), offset in zip(made, offsets, strict=True):
             hints.setdefault(shard, []).append((offset, value))
         for shard, records in hints.items():
-            owner = self._owners.owner(LeaseKind.MAILBOX_SHARD, shard)
+            owner = self._routes.owner(LeaseKind.MAILBOX_SHARD, shard)
             if owner is not None:
                 for hint in contiguous_hints(shard, records):
                     self._backplane.notify(owner, InternalOpcode.DISPATCH_HINT, hint)
@@ -335,7 +342,7 @@ class FanoutRole:
         while True:
             await asyncio.sleep(self._settings.lag_report_interval_ms / 1000)
             report = self._lag_report().SerializeToString()
-            for writer in self._owners.owners(LeaseKind.CONVERSATION_BUCKET):
+            for writer in self._routes.owners(LeaseKind.CONVERSATION_BUCKET):
                 self._backplane.notify(writer, InternalOpcode.LAG_REPORT, report)
 
     def _lag_report(self) -> LagReport:

@@ -18,8 +18,9 @@ from qim.obs.logs import get_logger
 from qim.presence.layout import PresenceEntry
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import LagReport, LogHint
-from qim.registry.api import Grant, LeaseKind, ShardRegistry
+from qim.registry.api import Grant, LeaseKind, RouteMap, ShardRegistry
 from qim.registry.keeper import LeaseKeeper
+from qim.registry.routes import RouteCache, owners_of
 from qim.runtime.clock import Clock
 from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.shard_workers.log_retention import LogRetention
@@ -37,7 +38,6 @@ from qim.shard_workers.mailbox.requests import GatewayRequests
 from qim.shard_workers.mailbox.retention import MailboxRetention, MailboxRetentionSettings
 from qim.shard_workers.mailbox.session_list import SessionListReader
 from qim.shard_workers.mailbox.shard import ChunkGate, ShardRunner, ShardServices
-from qim.shard_workers.owners import OwnerMap
 from qim.stores.api import GroupMembership, MailboxStore, MessageStore
 
 log = get_logger(__name__)
@@ -82,7 +82,7 @@ class MailboxStores:
 
 class MailboxRole:
     """Role "mailbox-<i>": owns the mailbox shards that are its share of the pool, as `leases` says; without `leases`
-    those with id mod pool_size = index, from its start to its end."""
+    those with id mod pool_size = index, from its start to its end. `routes` is already started."""
 
     def __init__(
         self,
@@ -92,6 +92,7 @@ class MailboxRole:
         *,
         settings: MailboxSettings,
         stores: MailboxStores,
+        routes: RouteCache,
         backplane: Backplane,
         clock: Clock,
         on_failure: FailureHandler,
@@ -117,7 +118,7 @@ class MailboxRole:
         self._instance_of = instance_of
         self._present = present
         self._chunk_gate = chunk_gate
-        self._owners = OwnerMap(stores.registry, backplane)
+        self._routes = routes
         self._tasks = TaskSet(self._failed)
         self._index = OnlineIndex()
         self._dirty = DirtySpreader(backplane, self._index)
@@ -164,7 +165,8 @@ class MailboxRole:
         if self._leases is None:
             kind, grant_id = LeaseKind.MAILBOX_SHARD, secrets.token_hex(8)
             grants = await self._stores.registry.grant(kind, self._numbers, self.name, grant_id)
-        await self._owners.refresh()
+        self._routes.on_change(self._link_writers)
+        self._link_writers(self._routes.map)
         self._backplane.on_link(self._on_link)
         self._backplane.on_notice(InternalOpcode.DISPATCH_HINT, self._on_hint)
         self._backplane.on_notice(InternalOpcode.CLOSE_SESSION, self._requests.close_session)
@@ -177,7 +179,6 @@ class MailboxRole:
             self._know_gateway(gateway)
         for grant in grants:
             await self.open_shard(grant)
-        self._tasks.start(f"{self.name} routes", self._owners.keep_fresh())
         self._tasks.start(f"{self.name} report", self._report())
         self._tasks.start(f"{self.name} presence", self._keep_reconciling())
         self._tasks.start(f"{self.name} retention", self.retention.run())
@@ -187,6 +188,11 @@ class MailboxRole:
         if self._leases is not None:
             self._leases.start(self)
         log.info("mailbox_started", role=self.name, count=len(self._shards))
+
+    def _link_writers(self, routes: RouteMap) -> None:
+        """Keep a link to everybody who is sent lag."""
+        for owner in owners_of(routes, LeaseKind.CONVERSATION_BUCKET):
+            self._backplane.connect(owner)
 
     def _make_services(self) -> ShardServices:
         settings, stores = self._settings, self._stores
@@ -373,7 +379,7 @@ class MailboxRole:
             epochs = {shard: runner.machine.shard_epoch for shard, runner in self._shards.items()}
             self._dirty.tick(now_ms, epochs)
             report = self._lag_report(now_ms).SerializeToString()
-            for writer in self._owners.owners(LeaseKind.CONVERSATION_BUCKET):
+            for writer in self._routes.owners(LeaseKind.CONVERSATION_BUCKET):
                 self._backplane.notify(writer, InternalOpcode.LAG_REPORT, report)
             if now_ms >= observe_at_ms:
                 observe_at_ms = now_ms + OBSERVE_INTERVAL_MS

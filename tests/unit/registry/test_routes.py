@@ -131,3 +131,14 @@ async def test_a_silent_owner_brings_the_newer_map_before_the_next_poll(
     cache.refresh_soon()
     await settled()
     assert cache.owner(BUCKET, 0) == "writer-1"
+
+
+async def test_the_owners_of_a_kind_are_told_once_each(registry: CountingRegistry, tasks: TaskSet) -> None:
+    routes = RouteCache(registry, tasks)
+    await routes.start()
+    assert routes.owners(LeaseKind.MAILBOX_SHARD) == []
+    await registry.grant(LeaseKind.MAILBOX_SHARD, [1, 3], "mailbox-1", "b")
+    await registry.grant(LeaseKind.MAILBOX_SHARD, [0, 2], "mailbox-0", "a")
+    await routes.refresh()
+    assert routes.owners(LeaseKind.MAILBOX_SHARD) == ["mailbox-0", "mailbox-1"]
+    assert routes.owners(BUCKET) == []

@@ -40,7 +40,9 @@ from qim.protocol.qim_pb2 import (
     PullMailbox,
 )
 from qim.registry.memory import MemoryShardRegistry
+from qim.registry.routes import RouteCache
 from qim.runtime.clock import SystemClock
+from qim.runtime.tasks import TaskSet
 from qim.shard_workers.fanout.runner import FanoutRole, FanoutSettings
 from qim.shard_workers.mailbox.runner import MailboxRole, MailboxSettings, MailboxStores
 from qim.shard_workers.mailbox.shard import ChunkGate
@@ -187,6 +189,7 @@ class Pipeline:
         self.present: list[tuple[str, PresenceEntry]] = []
         self.roles: dict[str, FanoutRole | MailboxRole] = {}
         self.failures: list[tuple[str, BaseException]] = []
+        self.tasks = TaskSet(self._failed)
         self.instance = "mailbox"
         self._deks: dict[str, NewDek] = {}
         self._clocks = [HybridClock(writer_id=b, regression_reject_ms=5000) for b in range(BUCKETS)]
@@ -205,6 +208,7 @@ class Pipeline:
                 poll_interval_ms=50,
             ),
             registry=self.registry,
+            routes=await self._routes(),
             outbox=self.outbox,
             dispatch_log=self.dispatch_log,
             checkpoints=self.checkpoints,
@@ -237,6 +241,7 @@ class Pipeline:
                 cipher=self.keys,
                 cursor_key=self.keys.cursor_key,
             ),
+            routes=await self._routes(),
             backplane=self.hub.backplane(name),
             clock=self.clock,
             on_failure=self._failed,
@@ -249,6 +254,12 @@ class Pipeline:
         self.roles[name] = role
         return role
 
+    async def _routes(self) -> RouteCache:
+        """Of a process of its own."""
+        routes = RouteCache(self.registry, self.tasks)
+        await routes.start()
+        return routes
+
     def prepared(self, role: FanoutRole | MailboxRole) -> None:
         """Called before a role starts."""
 
@@ -259,6 +270,7 @@ class Pipeline:
     async def close(self) -> None:
         for name in list(self.roles):
             await self.kill(name)
+        await self.tasks.close()
 
     def _failed(self, task: str, error: BaseException) -> None:
         self.failures.append((task, error))
