@@ -130,6 +130,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 }
 """A pair that is missing is a defect of the driver."""
 
+_AUTHENTICATE: Final = Step.AUTHENTICATE
 _GRACE_STEPS: Final = frozenset(
     {
         Step.RENEW,
@@ -170,7 +171,7 @@ class ConnectionMachine:
         """What to do with a header-valid frame. AUTHENTICATE moves to AUTHENTICATING by itself."""
         self.last_active_ms = now_ms
         step = ON_FRAME[self.state][frame]
-        if step is Step.AUTHENTICATE:
+        if step is _AUTHENTICATE:
             self.state = State.AUTHENTICATING
         elif self._token_expires_ms <= now_ms and self.online and step is not Step.RENEW:
             if now_ms >= self._token_expires_ms + self._grace_ms:

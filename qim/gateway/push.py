@@ -12,7 +12,7 @@ from qim.gateway.table import ConnectionTable
 from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.protocol.entry import push_frame_parts
-from qim.protocol.internal import PushRows, decode_push_rows, user_key
+from qim.protocol.internal import PushRow, decode_push_rows, user_key
 from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty, PresenceStale
 
@@ -31,9 +31,9 @@ class PushDelivery:
     def on_push_batch(self, peer: str, body: bytes) -> None:
         """PUSH_BATCH: any number of batches."""
         pushed = 0
-        for batch in decode_push_rows(body):
-            self._deliver(peer, batch)
-            pushed += len(batch.rows)
+        for tenant, common, rows in decode_push_rows(body):
+            self._deliver(peer, tenant, common, rows)
+            pushed += len(rows)
         metrics.PUSHED_TOTAL.inc(pushed)
 
     def on_mark_dirty(self, peer: str, mark: MarkDirty) -> None:
@@ -47,15 +47,14 @@ class PushDelivery:
             else:
                 connection.mark_dirty()
 
-    def _deliver(self, peer: str, batch: PushRows) -> None:
+    def _deliver(self, peer: str, tenant: bytes, common: bytes, rows: list[PushRow]) -> None:
         find = self._table.by_id.get
-        common = batch.common
         head, head_seq, head_ref_bytes = b"", -1, 0
-        for key, connection_id, epoch, mailbox_seq, ref in batch.rows:
+        for key, connection_id, epoch, mailbox_seq, ref in rows:
             connection = find(connection_id)
             session = connection.session if connection is not None else None
             if connection is None or session is None or session.epoch != epoch or session.user_key != key:
-                self._stale(peer, batch.tenant_id, key, connection_id, epoch, session)
+                self._stale(peer, tenant.decode(), key, connection_id, epoch, session)
             elif connection.barrier is None:
                 if mailbox_seq != head_seq or len(ref) != head_ref_bytes:
                     # recipients of one dispatch share mailbox_seq, so nearly all of them share the head
@@ -64,7 +63,7 @@ class PushDelivery:
                 connection.push_event(mailbox_seq, (head, ref, common))
             else:
                 self._hold(connection, HeldPush(mailbox_seq, ref, common))
-        metrics.PUSH_BATCH_RECIPIENTS.observe(len(batch.rows))
+        metrics.PUSH_BATCH_RECIPIENTS.observe(len(rows))
 
     def _hold(self, connection: ClientConnection, push: HeldPush) -> None:
         """Before ONLINE_READY; an overflow is told to the client right behind it (§9.4.1)."""

@@ -91,9 +91,8 @@ class Requests:
             self._refuse_send(connection, frame.request_id, "", BAD_REQUEST)
             return
         refused = check_send(message, session.user_id, self._parameters)
-        client_message_id = message.client_message_id
         if refused is not None:
-            self._refuse_send(connection, frame.request_id, client_message_id, refused)
+            self._refuse_send(connection, frame.request_id, message.client_message_id, refused)
             return
         limited = self._judge_send(connection, session, message.conversation_id, now_ms)
         if limited is not None:
@@ -104,7 +103,7 @@ class Requests:
                 frame.request_id,
                 retry_after_ms=self._around.jittered_ms(limited.retry_after_ms),
                 detail=Detail.DELIVERY_LAG if limited.dimension == _DELIVERY_LAG else "",
-                client_message_id=client_message_id,
+                client_message_id=message.client_message_id,
             )
             return
         self._submit(connection, session, frame, message, now_ms)

@@ -56,22 +56,14 @@ def encode_push_batch(tenant_id: str, common: bytes, recipients: Sequence[PushRo
     return b"".join(parts)
 
 
-class PushRows(NamedTuple):
-    """A `PushBatch` whose recipients are plain tuples."""
-
-    tenant_id: str
-    common: bytes
-    rows: list[PushRow]
-
-
 def decode_push_batches(body: bytes) -> Iterator[PushBatch]:
     """All batches of a frame; FramingError on an unknown format."""
-    for tenant_id, common, rows in decode_push_rows(body):
-        yield PushBatch(tenant_id, common, [PushRecipient._make(row) for row in rows])
+    for tenant, common, rows in decode_push_rows(body):
+        yield PushBatch(tenant.decode(), common, [PushRecipient._make(row) for row in rows])
 
 
-def decode_push_rows(body: bytes) -> Iterator[PushRows]:
-    """As `decode_push_batches`, for the path to the sockets."""
+def decode_push_rows(body: bytes) -> Iterator[tuple[bytes, bytes, list[PushRow]]]:
+    """As `decode_push_batches`, for the path to the sockets: (tenant_id, common, recipients) in plain tuples."""
     at = 0
     while at < len(body):
         fmt, common_len, tenant_len, count = _BATCH.unpack_from(body, at)
@@ -81,7 +73,7 @@ def decode_push_rows(body: bytes) -> Iterator[PushRows]:
         common_at = tenant_at + tenant_len
         rows_at = common_at + common_len
         rows, at = _decode_rows(body, rows_at, count)
-        yield PushRows(body[tenant_at:common_at].decode(), body[common_at:rows_at], rows)
+        yield body[tenant_at:common_at], body[common_at:rows_at], rows
 
 
 def _decode_rows(body: bytes, at: int, count: int) -> tuple[list[PushRow], int]:

@@ -50,8 +50,8 @@ def test_rows_are_the_recipients_whatever_the_length_of_their_refs(ref_bytes: li
         for number, size in enumerate(ref_bytes, 1)
     ]
     encoded = encode_push_batch("t", b"body", recipients)
-    for tenant_id, common, rows in decode_push_rows(encoded + encoded):
-        assert (tenant_id, common) == ("t", b"body")
+    for tenant, common, rows in decode_push_rows(encoded + encoded):
+        assert (tenant, common) == (b"t", b"body")
         assert rows == recipients
 
 
