@@ -6,10 +6,12 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 SEEDS ?= 100
 FIRST_SEED ?= 1
+BASE ?= 52e3633
+RUNS ?= 5
 FAULTS ?=
 INJECTIONS ?= 0
 
-.PHONY: run demo check test accept sim chaos bench proto clean
+.PHONY: run demo check test accept sim chaos bench bench-ab proto clean
 
 run: $(STAMP) ## start a node in a temporary directory, hold a checked conversation, stop
 	$(BIN)/python -m qim.app.cli demo --own-node
@@ -38,6 +40,9 @@ chaos: $(STAMP) ## faults on real processes under load, within 60 minutes; FAULT
 
 bench: $(STAMP) ## costs per message and delivery, as ratios; results in bench-results/
 	$(BIN)/python -m qim.app.cli bench --out bench-results
+
+bench-ab: $(STAMP) ## this tree and an earlier commit (BASE=…), alternately: CPU, P99 and Redis bytes per message; needs a quiet box
+	$(BIN)/python -m tests.bench.ab --base $(BASE) --runs $(RUNS) --kafka
 
 proto: $(STAMP) ## regenerate qim/protocol/qim_pb2.py and .pyi from qim.proto
 	cd qim/protocol && ../../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. qim.proto

@@ -102,11 +102,13 @@ class Point:
 class BenchNode:
     """Use as `with`: starts the node, and at the end stops generators and node."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, commit_log: str = "") -> None:
+        """`commit_log`: `kafka://…`, "" for the embedded one."""
         memory_bytes = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _SERVER_MEMORY_SHARE)
         self._own = OwnNode(
             OwnNodeOptions(
                 unlimited_tenant=TENANT,
+                commit_log=commit_log,
                 parameters=dict(TEST_PARAMETERS) | {"QIM_SERVER_MEMORY_BYTES": str(memory_bytes)},
             )
         )
