@@ -4,7 +4,7 @@ Producers: acks=all, idempotence off, explicit partitions. Where the order of on
 one request in flight and retries for ever, so of each partition a prefix of the call is in the log at any time, unless
 the broker refuses a record for good (permission, a limit that was lowered) and takes a later one before this is known.
 Then the call fails, its caller repeats it, and readers tell the later record from its repetition by what it follows
-(ADR 0012). Topics are probed for their limits at start, every size is checked here, a batch stays below the limit.
+(ADR 0013). Topics are probed for their limits at start, every size is checked here, a batch stays below the limit.
 
 **Fence.** A broker cannot make an append depend on an epoch, so `append` does not look at its fence: what a replaced
 fan-out still appends repeats records of the outbox in order, and the admission fold of every MailboxNode drops it by

@@ -87,7 +87,7 @@ def dispatches(
 ) -> list[tuple[int, bytes]]:
     """(mailbox shard, encoded GroupDispatch), part by part. `targets` are the shards of everybody meant by ALL; `slots`
     those of the subjects. A subject without a slot never was a member and gets nothing. `chain` is that of the append
-    call they will be in: each names the one before it, because a broker may take it and refuse that one (ADR 0012)."""
+    call they will be in: each names the one before it, because a broker may take it and refuse that one (ADR 0013)."""
     events = source.record.events
     if len(events) == 1 and events[0].audience_all:
         return [_encode(source, shard, 0, ref, source.packed, chain) for shard, ref in targets.items()]

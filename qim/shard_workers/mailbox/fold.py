@@ -24,7 +24,7 @@ class Verdict(Enum):
     STALE = "stale"
     """Check point 2 (26.6.1): a writer with a greater epoch was seen at a smaller offset."""
     ORPHANED = "orphaned"
-    """The broker refused the record before it in its append call: fan-out appends both again (ADR 0012)."""
+    """The broker refused the record before it in its append call: fan-out appends both again (ADR 0013)."""
 
 
 class AdmissionFold:
