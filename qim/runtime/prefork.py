@@ -24,7 +24,7 @@ import orjson
 
 from qim.errors import StartupError
 from qim.obs.logs import get_logger
-from qim.runtime.affinity import pin_to_cpu
+from qim.runtime.affinity import pin_to_cpu, run_in_batches
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock, SystemClock
 from qim.runtime.parent_death import die_with_parent
@@ -136,6 +136,7 @@ class Supervisor:
     def run(self) -> int:
         """Start everything, watch it, stop everything. Blocks; call it in the main thread."""
         killed = False
+        run_in_batches()
         with self._signals():
             try:
                 self._start_servers()

@@ -88,6 +88,7 @@ def test_workers_run_drain_and_stop_with_code_0(run_dir: Path) -> None:
         node.wait_ready()
         pids = [node.process(name)["pid"] for name in ("worker-0", "worker-1")]
         assert all(is_alive(pid) for pid in pids)
+        assert [os.sched_getscheduler(pid) for pid in pids] == [os.SCHED_BATCH] * 2
         assert node.stop() == 0
         assert not any(is_alive(pid) for pid in pids)
         assert node.state()["processes"]["worker-0"]["pid"] == 0
