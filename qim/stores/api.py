@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, Protocol
 
 from qim.core.seq import LaneVector
 from qim.core.visibility import Interval
+from qim.errors import StoreError
 
 # ---------------------------------------------------------------------------------------------- message store
 
@@ -113,6 +114,14 @@ class CommitOutcome:
     wrapped_dek: bytes = b""
 
 
+class BucketCommit(NamedTuple):
+    """What one bucket commits in a call."""
+
+    bucket: int
+    fencing_epoch: int
+    requests: Sequence[CommitRequest]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketState:
     last_message_id: bytes
@@ -149,6 +158,16 @@ class MessageStore(Protocol):
         """Judge the requests one after another against the state the earlier ones leave, then commit all that passed in
         one atomic step: outbox record, conversation_seq, record, dedup (7200 s), head (DESIGN-data §3.1 to §3.3).
         One outcome per request, in order. Idempotent by (bucket, tenant, sender, client_message_id)."""
+        ...
+
+    async def commit_each(self, calls: Sequence[BucketCommit]) -> list[list[CommitOutcome] | StoreError]:
+        """`commit` of many buckets of one instance in one round trip: for each, in order, its outcomes, or why the
+        store refused it whole and wrote nothing of it. Each bucket is atomic and judged by its own epoch; a refusal of
+        one touches no other. StoreUnavailable is raised: of each bucket the call may have happened."""
+        ...
+
+    def instance_of(self, bucket: int) -> str:
+        """Buckets with one answer are kept by one instance and may share a call."""
         ...
 
     async def lookup_dedup(

@@ -17,6 +17,7 @@ from qim.errors import Fenced, StoreError
 from qim.stores.api import (
     FORGET_RECORDS_MAX,
     FORGET_VERSIONS_MAX,
+    BucketCommit,
     BucketState,
     CommitOutcome,
     CommitRequest,
@@ -114,6 +115,18 @@ class MemoryMessageStore:
                 blocked.add(name)
             outcomes.append(outcome)
         return outcomes
+
+    async def commit_each(self, calls: Sequence[BucketCommit]) -> list[list[CommitOutcome] | StoreError]:
+        results: list[list[CommitOutcome] | StoreError] = []
+        for call in calls:
+            try:
+                results.append(await self.commit(*call))
+            except StoreError as error:
+                results.append(error)
+        return results
+
+    def instance_of(self, bucket: int) -> str:
+        return "model"
 
     async def lookup_dedup(
         self, bucket: int, tenant_id: str, sender_id: str, client_message_id: str, request_digest: bytes

@@ -10,6 +10,7 @@ import pytest
 
 from qim.errors import Fenced, StoreError
 from qim.stores.api import (
+    BucketCommit,
     CommitOutcome,
     CommitRequest,
     CommitStatus,
@@ -164,6 +165,30 @@ class MessageStoreContract:
         """An instance that lost its data forgot the fence: nothing may start over at sequence 1."""
         with pytest.raises(StoreError, match="NOTOPEN"):
             await self.store.commit(BUCKET, EPOCH + 1, [request(1)])
+
+    async def test_buckets_share_a_call_and_each_is_judged_by_itself(self) -> None:
+        """One is fenced, one was never opened, one meets a retryable refusal: the others commit all the same."""
+        for bucket in (0, 1):
+            await self.store.open_bucket(bucket, EPOCH, GRANT)
+        await self.store.open_bucket(BUCKET, EPOCH + 1, "grant-2")
+        first, fenced, unknown, last = await self.store.commit_each(
+            [
+                BucketCommit(0, EPOCH, [request(1, "dm:ann:cid"), request(2, "dm:ann:cid")]),
+                BucketCommit(BUCKET, EPOCH, [request(3)]),
+                BucketCommit(2, EPOCH, [request(4, "dm:ann:dan")]),
+                BucketCommit(
+                    1, EPOCH, [request(5, "dm:ann:eve", after_client_message_id="c1"), request(1, "dm:ann:fay")]
+                ),
+            ]
+        )
+        assert isinstance(first, list) and isinstance(last, list)
+        assert [(o.conversation_seq, o.outbox_offset) for o in first] == [(1, 0), (2, 1)]
+        assert isinstance(fenced, Fenced)
+        assert isinstance(unknown, StoreError) and "NOTOPEN" in str(unknown)
+        assert statuses(last) == [CommitStatus.OUT_OF_ORDER, CommitStatus.COMMITTED], "dedup and hlc are per bucket"
+        assert last[1].outbox_offset == 0
+        assert await outbox_of(self.store, self.client) == []
+        assert len({self.store.instance_of(bucket) for bucket in (0, 1, 2, BUCKET)}) == 1
 
     async def test_open_returns_where_to_start_and_is_idempotent_per_grant(self) -> None:
         await self.commit(request(1), request(2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyroaring import BitMap
@@ -70,8 +70,10 @@ class Oracle:
         """A server executed a call."""
         if isinstance(outcome, Exception):
             return
-        if method == "commit":
-            self._committed(args[0], args[2], outcome)
+        if method == "commit_each":
+            for call, result in zip(args[0], outcome, strict=True):
+                if not isinstance(result, Exception):
+                    self._committed(call.bucket, call.requests, result)
         elif purpose == "mailbox" and method == "append":
             self._appended(args[0], outcome)
         elif method == "save":
@@ -80,7 +82,7 @@ class Oracle:
                 self.violation(f"the fan-out checkpoint of partition {args[0]} went back to {stored}")
             self._checkpoints[args[0]] = stored
 
-    def _committed(self, bucket: int, requests: list[CommitRequest], outcomes: list[CommitOutcome]) -> None:
+    def _committed(self, bucket: int, requests: Sequence[CommitRequest], outcomes: list[CommitOutcome]) -> None:
         for request, outcome in zip(requests, outcomes, strict=True):
             if outcome.status is not CommitStatus.COMMITTED:
                 continue

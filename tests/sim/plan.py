@@ -99,7 +99,7 @@ class _Profile:
 
 
 _CALLS: Final = (
-    "message.commit", "log.append", "log.save", "mailbox.append", "mailbox.append", "mailbox.open_shard",
+    "message.commit_each", "log.append", "log.save", "mailbox.append", "mailbox.append", "mailbox.open_shard",
     "mailbox.load_shard", "mailbox.user_status", "mailbox.range_scan", "registry.acquire", "registry.write_boundary",
    "registry.boundaries",
     "message.open_bucket",
@@ -130,7 +130,7 @@ PROFILES: Final[Mapping[str, _Profile]] = {
     "writer": _Profile(
         weights={"clock": 8, "crash": 5, "crash_at": 6, "takeover": 4, "takeover_at": 3, "split": 3, "break_at": 5},
         roles=("writer",),
-        calls=("message.commit", "message.open_bucket"),
+        calls=("message.commit_each", "message.open_bucket"),
         purposes=("message",),
     ),
     "links": _Profile(
@@ -178,7 +178,7 @@ PROFILES: Final[Mapping[str, _Profile]] = {
             "message.open_bucket",
             "log.open_partition",
             "mailbox.open_shard",
-            "message.commit",
+            "message.commit_each",
             "mailbox.append",
         ),
         purposes=("registry", "registry", "message", "log", "mailbox"),

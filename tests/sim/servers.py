@@ -307,6 +307,10 @@ class Remote:
         self._connection = connection
         self._target = target
 
+    def instance_of(self, bucket: int) -> str:
+        """Of a MessageStore: there is one."""
+        return self._connection.purpose
+
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         def call(*args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
             return self._connection.call(self._target, method, *args, **kwargs)

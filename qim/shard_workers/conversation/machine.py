@@ -382,10 +382,18 @@ class BucketMachine:
             shards=context.index.keys() if context is not None else None,
             mentions_all=send.message.mention_targets.all,
             limits_lifted=send.limits_lifted,
-            queued_ms=now_ms - self._call_since_ms if self._in_call else 0.0,
+            queued_ms=self._queued_ms(now_ms),
         )
         send.admitted = True
         return self._admission.judge(facts, now_ms, unix_ms)
+
+    def _queued_ms(self, now_ms: float) -> float:
+        """Age of the oldest submission that a commit call carries, or will."""
+        if self._in_call:
+            return now_ms - self._call_since_ms
+        if self._turn and self._turn[0].pending:
+            return now_ms - self._turn[0].pending[0].expires_at_ms + self._submit_timeout_ms
+        return 0.0
 
     def _take(self, lane: _Lane, now_ms: float, unix_ms: int, actions: list[Action]) -> None:
         """Move what the front of a lane allows into the batch."""

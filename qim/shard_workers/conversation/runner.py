@@ -1,7 +1,6 @@
 """The writer role: takes its buckets, feeds the machines, does what they ask and answers (DESIGN §2).
 
-One commit call per bucket is in flight; the calls of all buckets share the pipeline of their instance, so under load
-one write and one fsync carry many of them. Nothing here waits for another bucket.
+Buckets share commit calls (`commits`) and nothing else: none waits for what another one needs first.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from qim.registry.api import Grant, LeaseKind, RouteMap, ShardRegistry
 from qim.registry.keeper import LeaseKeeper
 from qim.registry.routes import RouteCache, owners_of
 from qim.runtime.clock import Clock
-from qim.runtime.crash_point import AFTER_COMMIT, crash_point
 from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.shard_workers.conversation import replies
 from qim.shard_workers.conversation.admission import BAD_REQUEST, DENIED, FanoutQuota, Refusal, WriterAdmission
+from qim.shard_workers.conversation.commits import CommitCalls, Result
 from qim.shard_workers.conversation.content import check_send, check_users, request_digest
 from qim.shard_workers.conversation.groups import TOO_MANY_MEMBERS, Announcement, GroupCreator, GroupReader
 from qim.shard_workers.conversation.machine import (
@@ -45,7 +44,6 @@ from qim.shard_workers.conversation.machine import (
     Action,
     AdoptDek,
     BucketMachine,
-    CommitBatch,
     CreateGroup,
     LoadGroup,
     Prepare,
@@ -64,7 +62,14 @@ from qim.shard_workers.conversation.retention import (
     WriterRetentionSettings,
 )
 from qim.shard_workers.conversation.submission import Change, Create, Send, Submission
-from qim.stores.api import CommitOutcome, CommitRequest, CommitStatus, GroupMembership, MessageStore
+from qim.stores.api import (
+    BucketCommit,
+    CommitOutcome,
+    CommitRequest,
+    CommitStatus,
+    GroupMembership,
+    MessageStore,
+)
 from qim.stores.crypto import KeyRing
 
 log = get_logger(__name__)
@@ -143,7 +148,10 @@ class WriterRole:
                 version_retention_ms=parameters.membership_version_retention,
             ),
         )  # fmt: skip
-        self._to_pump: dict[BucketMachine, None] = {}
+        self._commits = CommitCalls(
+            store, self._encoder, clock, start=self._start, perform=self._perform, judged=self._judged
+        )
+        self._pump_soon = self._commits.pump_soon
         self._serving = False
         self._unanswered = 0
         self._answered = asyncio.Event()
@@ -350,24 +358,10 @@ class WriterRole:
 
     # --------------------------------------------------------------------------------------------------- actions
 
-    def _pump_soon(self, machine: BucketMachine) -> None:
-        """One pump per bucket and tick: what arrives in one read goes into one call."""
-        if not self._to_pump:
-            asyncio.get_running_loop().call_soon(self._pump_all)
-        self._to_pump[machine] = None
-
-    def _pump_all(self) -> None:
-        machines, self._to_pump = self._to_pump, {}
-        now_ms, unix_ms = self._clock.monotonic_ms(), self._clock.unix_ms()
-        for machine in machines:
-            self._perform(machine, machine.pump(now_ms, unix_ms))
-
     def _perform(self, machine: BucketMachine, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Acknowledge):
                 self._acknowledge(action)
-            elif isinstance(action, CommitBatch):
-                self._start("commit", self._commit(machine, action.submissions))
             elif isinstance(action, Refuse):
                 self._refuse(action.submission, action.refusal)
             elif isinstance(action, AdoptDek):
@@ -425,39 +419,26 @@ class WriterRole:
 
     # ---------------------------------------------------------------------------------------------- store calls
 
-    async def _commit(self, machine: BucketMachine, submissions: Sequence[Send | Change]) -> None:
-        bucket, epoch = machine.bucket, machine.fencing_epoch
-        unix_ms = self._clock.unix_ms()
-        requests = [
-            self._encoder.send(submission, epoch, unix_ms)
-            if isinstance(submission, Send)
-            else self._encoder.change(submission, epoch, unix_ms)
-            for submission in submissions
-        ]
-        metrics.COMMIT_BATCH_MESSAGES.observe(len(requests))
-        started_ms = self._clock.monotonic_ms()
-        try:
-            outcomes = await self._store.commit(bucket, epoch, requests)
-            crash_point(AFTER_COMMIT)
-        except Fenced as error:
-            self._fenced(machine, error)
-            actions = machine.commit_refused(self._failover)
-        except StoreUnavailable as error:
-            log.warning("commit_unknown", bucket=bucket, count=len(requests), error=error)
-            actions = machine.commit_unknown(self._clock.monotonic_ms())
-        except StoreError as error:
-            log.error("commit_refused", bucket=bucket, count=len(requests), error=error)
-            actions = machine.commit_refused(self._refusal_of(error))
-        else:
-            metrics.CONVERSATION_SEQ_ALLOC_MS.observe(self._clock.monotonic_ms() - started_ms)
-            actions = machine.committed(outcomes)
+    def _judged(self, machine: BucketMachine, call: BucketCommit, result: Result) -> None:
+        """The store's answer to one bucket's part of a commit call."""
+        count = len(call.requests)
+        if not isinstance(result, StoreError):
+            actions = machine.committed(result)
             if machine.regressions:
-                log.error("conversation_seq_went_back", bucket=bucket, count=machine.regressions)
+                log.error("conversation_seq_went_back", bucket=call.bucket, count=machine.regressions)
                 metrics.CONVERSATION_SEQ_REGRESSION_COUNT.inc(machine.regressions)
                 machine.regressions = 0
-            self._hint_committed(bucket, requests, outcomes)
+            self._hint_committed(call.bucket, call.requests, result)
+        elif isinstance(result, Fenced):
+            self._fenced(machine, result)
+            actions = machine.commit_refused(self._failover)
+        elif isinstance(result, StoreUnavailable):
+            log.warning("commit_unknown", bucket=call.bucket, count=count, error=result)
+            actions = machine.commit_unknown(self._clock.monotonic_ms())
+        else:
+            log.error("commit_refused", bucket=call.bucket, count=count, error=result)
+            actions = machine.commit_refused(self._refusal_of(result))
         self._perform(machine, actions)
-        self._pump_soon(machine)
 
     async def _load_group(self, machine: BucketMachine, key: tuple[str, str]) -> None:
         try:

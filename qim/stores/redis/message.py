@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 from qim.core.ids import GROUP_PREFIX, conversation_bucket
 from qim.errors import Fenced, StoreError
 from qim.stores.api import (
     FORGET_RECORDS_MAX,
+    BucketCommit,
     BucketState,
     CommitOutcome,
     CommitRequest,
@@ -82,17 +84,28 @@ class RedisMessageStore:
         return BucketState(last_message_id=reply[0] or _ZERO_ID, next_outbox_offset=int(reply[1] or 0))
 
     async def commit(self, bucket: int, fencing_epoch: int, requests: Sequence[CommitRequest]) -> list[CommitOutcome]:
-        tag = keys.bucket_tag(bucket)
-        args: list[Argument] = [tag, fencing_epoch, self._dedup_ttl_s, len(requests)]
-        for request in requests:
-            _append_request(args, bucket, fencing_epoch, request)
-        reply = await run_fenced(
-            _COMMIT,
-            self._instances.client(bucket),
-            (keys.fence(bucket), keys.hlc(bucket), keys.outbox(bucket), keys.outbox_next(bucket)),
-            args,
-        )
-        return _outcomes(reply, requests)
+        (result,) = await self.commit_each((BucketCommit(bucket, fencing_epoch, requests),))
+        if isinstance(result, StoreError):
+            raise result
+        return result
+
+    async def commit_each(self, calls: Sequence[BucketCommit]) -> list[list[CommitOutcome] | StoreError]:
+        names: list[Argument] = []
+        args: list[Argument] = [self._dedup_ttl_s]
+        for bucket, fencing_epoch, requests in calls:
+            names += _bucket_keys(bucket)
+            args += (keys.bucket_tag(bucket), fencing_epoch, len(requests))
+            for request in requests:
+                _append_request(args, bucket, fencing_epoch, request)
+        client = self._instances.client(calls[0].bucket)
+        reply = await _COMMIT(client, names, args)
+        return [
+            _bucket_error(client, call, found) if isinstance(found, RespError) else _outcomes(found, call.requests)
+            for call, found in zip(calls, reply, strict=True)
+        ]
+
+    def instance_of(self, bucket: int) -> str:
+        return self._instances.client(bucket).name
 
     async def lookup_dedup(
         self, bucket: int, tenant_id: str, sender_id: str, client_message_id: str, request_digest: bytes
@@ -175,6 +188,17 @@ async def run_fenced(script: Script, client: RespClient, names: Sequence[str], a
         if error.code == "FENCED":
             raise Fenced(f"{client.name}: {names[0]}: {error}") from error
         raise
+
+
+@cache
+def _bucket_keys(bucket: int) -> tuple[str, ...]:
+    """KEYS of a bucket in a commit call."""
+    return keys.fence(bucket), keys.hlc(bucket), keys.outbox_next(bucket), keys.outbox(bucket)
+
+
+def _bucket_error(client: RespClient, call: BucketCommit, error: RespError) -> StoreError:
+    """Why nothing of a bucket was committed."""
+    return Fenced(f"{client.name}: bucket {call.bucket}: {error}") if error.code == "FENCED" else error
 
 
 def pack_snapshot(snapshot: ShardSnapshot) -> bytes:

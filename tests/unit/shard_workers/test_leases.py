@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qim.core import ids
-from qim.errors import ErrorCode, StoreUnavailable
+from qim.errors import ErrorCode, StoreError, StoreUnavailable
 from qim.protocol.qim_pb2 import SHARD_MOVED
 from qim.registry.api import LeaseKind
 from qim.registry.keeper import LeaseKeeper
@@ -158,13 +158,13 @@ class LeasedBench(ModelBench):
 
     def hold_commits(self, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
         """Commit calls wait until the event is set."""
-        gate, commit = asyncio.Event(), self.model.commit
+        gate, commit = asyncio.Event(), self.model.commit_each
 
-        async def held(*args: Any) -> list[CommitOutcome]:
+        async def held(*args: Any) -> list[list[CommitOutcome] | StoreError]:
             await gate.wait()
             return await commit(*args)
 
-        monkeypatch.setattr(self.model, "commit", held)
+        monkeypatch.setattr(self.model, "commit_each", held)
         return gate
 
     def new_writer(self) -> WriterRole:

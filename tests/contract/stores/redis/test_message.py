@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from qim.errors import StoreUnavailable
-from qim.stores.api import CommitStatus
+from qim.stores.api import BucketCommit, CommitStatus
 from qim.stores.redis import keys
 from qim.stores.redis.membership import RedisGroupMembership
 from qim.stores.redis.message import CLIENT_DEDUP_TTL_S, RedisMessageStore
@@ -64,6 +64,18 @@ class TestMessageStore(MessageStoreContract):
         with pytest.raises(RespError, match="equal or smaller"):
             await self.commit(request(2))
         assert (await self.store.head(TENANT, DM)).latest_conversation_seq == 1
+
+    async def test_a_bucket_whose_first_write_fails_holds_up_no_other(self) -> None:
+        await self.store.open_bucket(0, EPOCH, GRANT)
+        await self.commit(request(1))
+        await self.client.call("SET", keys.outbox_next(BUCKET), 0)
+        broken, fine = await self.store.commit_each(
+            [BucketCommit(BUCKET, EPOCH, [request(2), request(3)]), BucketCommit(0, EPOCH, [request(4, "dm:cid:dan")])]
+        )
+        assert isinstance(broken, RespError) and "equal or smaller" in str(broken)
+        assert isinstance(fine, list)
+        assert fine[0].conversation_seq == 1
+        assert await self.client.call("EXISTS", keys.dedup(BUCKET, TENANT, "ann", "c2")) == 0
 
     async def test_a_killed_server_keeps_what_it_acknowledged(
         self, message_server: PrivateServer, message_redis: str

@@ -40,7 +40,7 @@ from qim.runtime.clock import SystemClock
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.conversation.membership import Placement
 from qim.shard_workers.conversation.runner import WriterRole
-from qim.stores.api import CommitOutcome, CommitRequest, GroupMembership, MessageStore
+from qim.stores.api import BucketCommit, CommitOutcome, GroupMembership, MessageStore
 from qim.stores.crypto import KeyRing
 from qim.stores.memory_message import MemoryMessageStore
 
@@ -58,12 +58,12 @@ class FaultyStore(MemoryMessageStore):
         self.after: list[Exception] = []
         self.calls: list[int] = []
 
-    async def commit(self, bucket: int, fencing_epoch: int, requests: Sequence[CommitRequest]) -> list[CommitOutcome]:
-        self.calls.append(len(requests))
+    async def commit_each(self, calls: Sequence[BucketCommit]) -> list[list[CommitOutcome] | StoreError]:
+        self.calls.append(sum(len(call.requests) for call in calls))
         await asyncio.sleep(0)
         if self.before:
             raise self.before.pop()
-        outcomes = await super().commit(bucket, fencing_epoch, requests)
+        outcomes = await super().commit_each(calls)
         if self.after:
             raise self.after.pop()
         return outcomes
