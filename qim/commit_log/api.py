@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from qim.errors import StoreError
+
 
 class LogRecord(NamedTuple):
     offset: int
@@ -39,6 +41,13 @@ class Fence(NamedTuple):
     epoch: int
 
 
+class AppendRun(NamedTuple):
+    """What one producer appends: (partition, value) pairs in order, under its fence."""
+
+    fence: Fence | None
+    records: Sequence[tuple[int, bytes]]
+
+
 class LogReader(Protocol):
     """One topic, as its consumers see it."""
 
@@ -61,6 +70,12 @@ class CommitLog(LogReader, Protocol):
         """Append (partition, value) pairs, offsets in the order given. Fenced: nothing appended; a broker cannot
         enforce that, see `kafka`. StoreUnavailable: of each partition any prefix may have been appended; the caller
         repeats and consumers drop duplicates by source."""
+        ...
+
+    async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        """`append` of many producers in one round trip: for each, in order, its offsets, or why it was refused: Fenced,
+        and nothing of it is appended; any other, and a prefix of it may be. A refusal of one touches no other.
+        StoreUnavailable is raised: of each partition any prefix of each run may have been appended."""
         ...
 
 

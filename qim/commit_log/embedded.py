@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-from qim.commit_log.api import Fence, LogIdentity, LogRecord, Watermarks
+from qim.commit_log.api import AppendRun, Fence, LogIdentity, LogRecord, Watermarks
 from qim.errors import Fenced, StoreError
 from qim.stores.redis import keys
 from qim.stores.redis.resp import Argument, RespClient, RespError
@@ -53,32 +53,59 @@ class EmbeddedCommitLog:
         self._topic = topic
         self._cluster_id = cluster_id
         self._partitions = [partition_of(partition) for partition in range(partition_count)]
+        self._clients = list({id(found.client): found.client for found in self._partitions}.values())
         self._fence_of = fence_of
 
     async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
-        by_client: dict[int, list[int]] = {}
-        for i, (partition, _) in enumerate(records):
-            by_client.setdefault(id(self._partitions[partition].client), []).append(i)
-        offsets = [-1] * len(records)
-        for positions in by_client.values():
-            appended = await self._append_to_one([records[i] for i in positions], fence)
-            for i, offset in zip(positions, appended, strict=True):
-                offsets[i] = offset
+        (offsets,) = await self.append_each((AppendRun(fence, records),))
+        if isinstance(offsets, StoreError):
+            raise offsets
         return offsets
 
-    async def _append_to_one(self, records: Sequence[tuple[int, bytes]], fence: Fence | None) -> list[int]:
-        """Append records whose partitions share an instance."""
+    async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        if len(self._clients) == 1:
+            return await self._append_to(self._clients[0], runs)
+        results: list[list[int] | StoreError] = [[-1] * len(run.records) for run in runs]
+        for client in self._clients:
+            places = [
+                [i for i, (partition, _) in enumerate(run.records) if self._partitions[partition].client is client]
+                for run in runs
+            ]
+            shares = [
+                AppendRun(run.fence, [run.records[i] for i in own]) for run, own in zip(runs, places, strict=True)
+            ]
+            for number, appended in enumerate(await self._append_to(client, shares)):
+                known = results[number]
+                if isinstance(appended, StoreError) or isinstance(known, StoreError):
+                    results[number] = known if isinstance(known, StoreError) else appended
+                    continue
+                for i, offset in zip(places[number], appended, strict=True):
+                    known[i] = offset
+        return results
+
+    async def _append_to(self, client: RespClient, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        """Append records whose partitions are all on one instance."""
         index: dict[int, int] = {}
-        names: list[Argument] = [self._fence_of(fence.source_partition) if fence else ""]
-        arguments: list[Argument] = [fence.epoch if fence else "", keys.STREAM_FIELD]
-        for partition, value in records:
-            if partition not in index:
-                index[partition] = len(index)
-                names += self._partitions[partition][1:]
-            arguments += (index[partition], value)
-        client = self._partitions[records[0][0]].client
-        offsets: list[int] = await _fenced(_APPEND(client, names, arguments), f"append to {self._topic}")
-        return offsets
+        names: list[Argument] = []
+        arguments: list[Argument] = [keys.STREAM_FIELD, len(runs)]
+        for fence, records in runs:
+            names.append(self._fence_of(fence.source_partition) if fence else "")
+            arguments += (fence.epoch if fence else "", len(records))
+            for partition, value in records:
+                if partition not in index:
+                    index[partition] = len(index)
+                arguments += (index[partition], value)
+        for partition in index:
+            names += self._partitions[partition][1:]
+        if not index:
+            return [[] for _ in runs]
+        reply = await _APPEND(client, names, arguments)
+        return [
+            Fenced(f"append to {self._topic}: {found}")
+            if isinstance(found, RespError) and found.code == "FENCED"
+            else found
+            for found in reply
+        ]
 
     async def read(
         self, partition: int, offset: int, *, max_records: int = 500, max_bytes: int = 4 << 20

@@ -26,12 +26,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient
 
-from qim.commit_log.api import Fence, LogIdentity, LogRecord, Watermarks
+from qim.commit_log.api import AppendRun, Fence, LogIdentity, LogRecord, Watermarks
 from qim.commit_log.kafka_address import KafkaAddress
 from qim.errors import StoreError, StoreUnavailable
 from qim.obs.logs import get_logger
@@ -373,15 +374,38 @@ class KafkaCommitLog:
 
     async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
         """The fence is not looked at, see the module. Waits, without an end, for a broker that is away."""
+        (offsets,) = await self.append_each((AppendRun(fence, records),))
+        if isinstance(offsets, StoreError):
+            raise offsets
+        return offsets
+
+    async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        results: list[list[int] | StoreError] = [self._refusal(run.records) or [] for run in runs]
+        taken = [run.records for run, found in zip(runs, results, strict=True) if not isinstance(found, StoreError)]
+        records = [record for run in taken for record in run]
         if not records:
-            return []
-        if (longest := max(len(value) for _, value in records)) > RECORD_BYTES_MAX:
-            raise StoreError(f"log {self._topic}: a record of {longest} bytes exceeds {RECORD_BYTES_MAX}")
+            return results
         ends = {partition: self._ends[partition] for partition, _ in records}
-        offsets = await self._connection.append(self._topic, records)
+        offsets = iter(await self._connection.append(self._topic, records))
+        for number, run in enumerate(runs):
+            if not isinstance(results[number], StoreError):
+                results[number] = self._appended(run.records, list(islice(offsets, len(run.records))), ends)
+        return results
+
+    def _refusal(self, records: Sequence[tuple[int, bytes]]) -> StoreError | None:
+        """A record the broker would refuse for good."""
+        longest = max((len(value) for _, value in records), default=0)
+        if longest <= RECORD_BYTES_MAX:
+            return None
+        return StoreError(f"log {self._topic}: a record of {longest} bytes exceeds {RECORD_BYTES_MAX}")
+
+    def _appended(
+        self, records: Sequence[tuple[int, bytes]], offsets: list[int], ends: Mapping[int, int]
+    ) -> list[int] | StoreError:
+        """The offsets, unless one says that the topic has shrunk."""
         for (partition, _), offset in zip(records, offsets, strict=True):
             if offset < ends[partition]:
-                raise StoreError(self._shrunk(partition, offset, ends[partition]))
+                return StoreError(self._shrunk(partition, offset, ends[partition]))
             if offset >= self._ends[partition]:
                 self._ends[partition] = offset + 1
         return offsets

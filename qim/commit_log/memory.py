@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from qim.commit_log.api import Fence, LogIdentity, LogRecord, Watermarks
+from qim.commit_log.api import AppendRun, Fence, LogIdentity, LogRecord, Watermarks
 from qim.errors import Fenced, StoreError
 
 
@@ -84,6 +84,15 @@ class MemoryCommitLog:
             offsets.append(len(kept))
             kept.append(value)
         return offsets
+
+    async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        results: list[list[int] | StoreError] = []
+        for run in runs:
+            try:
+                results.append(await self.append(run.records, run.fence))
+            except StoreError as error:
+                results.append(error)
+        return results
 
     async def read(
         self, partition: int, offset: int, *, max_records: int = 500, max_bytes: int = 4 << 20

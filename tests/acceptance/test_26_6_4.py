@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from qim.client.link import ClientOptions
 from qim.client.pending import SendOptions
-from qim.errors import StoreUnavailable
+from qim.commit_log.api import AppendRun
+from qim.errors import StoreError, StoreUnavailable
 from qim.obs import metrics
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import Opcode
@@ -65,17 +65,17 @@ def lose_acks(client: RecordedClient) -> None:
 
 def lose_append_answers(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The next appends to the dispatch logs are done, but fan-out hears of a failure; their sizes."""
-    append = node.outside.dispatch_log.append
+    append = node.outside.dispatch_log.append_each
     lost: list[int] = []
 
-    async def done_unheard(records: Sequence[tuple[int, bytes]], *args: Any) -> list[int]:
-        offsets = await append(records, *args)
+    async def done_unheard(runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        offsets = await append(runs)
         if len(lost) < RETRIES:
-            lost.append(len(records))
+            lost.append(sum(len(run.records) for run in runs))
             raise StoreUnavailable("the answer was lost")
         return offsets
 
-    monkeypatch.setattr(node.outside.dispatch_log, "append", done_unheard)
+    monkeypatch.setattr(node.outside.dispatch_log, "append_each", done_unheard)
     return lost
 
 

@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 import pytest
 
-from qim.commit_log.api import CheckpointStore, CommitLog, Fence, LogRecord, Watermarks
+from qim.commit_log.api import AppendRun, CheckpointStore, CommitLog, Fence, LogRecord, Watermarks
 from qim.errors import Fenced, StoreError
 
 PARTITIONS: Final = 4
@@ -36,6 +36,15 @@ class CommitLogContract:
         assert await self.log.read(2, 1) == [LogRecord(1, b"y")]
         assert await self.log.read(1, 0) == []
         assert await self.log.append([]) == []
+
+    async def test_producers_share_a_call(self) -> None:
+        runs = [
+            AppendRun(Fence(1, 1), [(0, b"a"), (1, b"b")]), AppendRun(None, []), AppendRun(None, [(0, b"c"), (0, b"d")])
+        ]  # fmt: skip
+        assert await self.log.append_each(runs) == [[0, 0], [], [1, 2]]
+        assert [record.value for record in await self.log.read(0, 0)] == [b"a", b"c", b"d"]
+        assert await self.log.append_each([AppendRun(None, [])]) == [[]]
+        assert await self.log.append([(0, b"e")]) == [3]
 
     async def test_reads_are_bounded_and_contiguous(self) -> None:
         await self.log.append([(1, bytes((i % 251,)) * 10) for i in range(400)])
@@ -135,3 +144,17 @@ class FencedLogContract(CommitLogContract):
         assert [record.value for record in await self.log.read(0, 0)] == [b"a", b"b"]
         # another source partition has a fence of its own
         assert await self.log.append([(1, b"d")], Fence(8, 1)) == [1]
+
+    async def test_a_replaced_producer_takes_no_other_with_it(self) -> None:
+        for partition, epoch in ((6, 1), (7, 2), (8, 1)):
+            await self.checkpoints.open_partition(partition, epoch, "g")
+        first, fenced, last = await self.log.append_each(
+            [
+                AppendRun(Fence(6, 1), [(0, b"a")]),
+                AppendRun(Fence(7, 1), [(0, b"late"), (1, b"late")]),
+                AppendRun(Fence(8, 1), [(1, b"b"), (0, b"c")]),
+            ]
+        )
+        assert isinstance(fenced, Fenced)
+        assert (first, last) == ([0], [0, 1])
+        assert [record.value for record in await self.log.read(0, 0)] == [b"a", b"c"]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from qim.commit_log.api import AppendRun
 from qim.commit_log.embedded import EmbeddedCommitLog, Partition
 from qim.errors import StoreError
 from qim.stores.redis import keys
@@ -69,6 +70,18 @@ async def test_a_stream_ahead_of_its_counter_takes_nothing(client: RespClient) -
     assert [record.value for record in await log.read(0, 0)] == [b"before", b"next"]
 
 
+async def test_a_run_that_fails_leaves_the_others_their_offsets(client: RespClient) -> None:
+    log = dispatch_log(client)
+    await log.append([(1, b"a")])
+    await client.call("SET", keys.dispatch_next(1), "0")
+    broken, fine = await log.append_each(
+        [AppendRun(None, [(0, b"before"), (1, b"b"), (0, b"after")]), AppendRun(None, [(0, b"c"), (0, b"d")])]
+    )
+    assert isinstance(broken, RespError)
+    assert fine == [1, 2]
+    assert [record.value for record in await log.read(0, 0)] == [b"before", b"c", b"d"]
+
+
 async def test_partitions_on_several_instances_keep_the_order_of_the_call(client: RespClient) -> None:
     with running_server("always", name="other") as second:
         other = RespClient(second.address, name="core-2")
@@ -79,6 +92,12 @@ async def test_partitions_on_several_instances_keep_the_order_of_the_call(client
         )
         assert await log.append([(0, b"a"), (1, b"b"), (2, b"c"), (1, b"d"), (0, b"e")]) == [0, 0, 0, 1, 1]
         assert [record.value for record in await log.read(1, 0)] == [b"b", b"d"]
+        await other.call("SET", keys.dispatch_next(1), "0")
+        broken, fine = await log.append_each(
+            [AppendRun(None, [(0, b"f"), (1, b"g")]), AppendRun(None, [(3, b"h"), (2, b"i")])]
+        )
+        assert isinstance(broken, RespError)
+        assert fine == [0, 1]
         await other.close()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any, Final
 
 from qim.admin.tokens import TokenIssuer
 from qim.backplane.api import PeerUnavailable
-from qim.commit_log.api import Fence, LogIdentity
+from qim.commit_log.api import AppendRun, LogIdentity
 from qim.commit_log.memory import MemoryCheckpointStore, MemoryCommitLog
 from qim.config.parameters import Parameters, default_parameters
 from qim.core.ids import conversation_bucket, group_conversation_id
@@ -205,13 +206,18 @@ class Broker:
         self.watermarks = log.watermarks
         self.identity = log.identity
 
-    async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
-        if self.refusals and len(records) > 1:
+    async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        count = sum(len(run.records) for run in runs)
+        refused = -1
+        if self.refusals and count > 1:
             self.refusals -= 1
-            refused = self._rng.randrange(len(records))
-            await self._log.append([record for n, record in enumerate(records) if n != refused])
+            refused = self._rng.randrange(count)
+        numbers = itertools.count()
+        kept = [AppendRun(None, [record for record in run.records if next(numbers) != refused]) for run in runs]
+        offsets = await self._log.append_each(kept)
+        if refused >= 0:
             raise StoreError("the broker refused a record")
-        return await self._log.append(records)
+        return offsets
 
 
 class Administrator:

@@ -99,7 +99,7 @@ class _Profile:
 
 
 _CALLS: Final = (
-    "message.commit_each", "log.append", "log.save", "mailbox.append", "mailbox.append", "mailbox.open_shard",
+    "message.commit_each", "log.append_each", "log.save", "mailbox.append", "mailbox.append", "mailbox.open_shard",
     "mailbox.load_shard", "mailbox.user_status", "mailbox.range_scan", "registry.acquire", "registry.write_boundary",
    "registry.boundaries",
     "message.open_bucket",
@@ -124,7 +124,7 @@ PROFILES: Final[Mapping[str, _Profile]] = {
     "fanout": _Profile(
         weights={"crash_at": 8, "break_at": 8, "takeover_at": 3, "split": 3, "slow": 5, "crash": 4, "refuse": 5},
         roles=("fanout",),
-        calls=("log.append", "log.save"),
+        calls=("log.append_each", "log.save"),
         purposes=("log",),
     ),
     "writer": _Profile(

@@ -48,19 +48,17 @@ def _with(*patches: Any) -> Iterator[None]:
 def checkpoint_before_durable() -> contextlib.AbstractContextManager[None]:
     """The fan-out checkpoint covers records whose dispatches are not durable yet."""
 
-    async def save(self: FanoutRole, partition: Any) -> None:
-        machine = partition.machine
-        ahead = machine.feed.next_offset
-        if ahead > machine.saved:
-            await self._checkpoints.save(partition.number, partition.epoch, ahead)
-            machine.checkpoint_saved(ahead, self._clock.monotonic_ms())
+    async def append(self: FanoutRole, calls: Any) -> None:
+        for partition, _ in calls:
+            machine = partition.machine
+            ahead = machine.feed.next_offset
+            if ahead > machine.saved:
+                await self._checkpoints.save(partition.number, partition.epoch, ahead)
+                machine.checkpoint_saved(ahead, self._clock.monotonic_ms())
+        await original(self, calls)
 
-    async def dispatch(self: FanoutRole, partition: Any, batch: Any) -> None:
-        await save(self, partition)
-        await original(self, partition, batch)
-
-    original = FanoutRole._dispatch
-    return _with(mock.patch.object(FanoutRole, "_dispatch", dispatch))
+    original = FanoutRole._append
+    return _with(mock.patch.object(FanoutRole, "_append", append))
 
 
 def checkpoint_goes_back() -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
+from qim.commit_log.api import AppendRun
 from qim.core.ids import mailbox_shard_id
 from qim.errors import StaleInstance, StoreUnavailable
 from qim.stores.api import (
@@ -235,9 +236,11 @@ class Connection:
             late = _Call(self, call.target, call.method, call.args[0], call.args[1], call.future)
             late.generation = -1
             call.dead = True
-            if call is waiting[kept - 1] and getattr(call.target, "splits", False) and call.method == "append":
-                records = call.args[0][0]
-                late.args = ((records[: self._rng.randint(0, len(records))],), {})
+            if call is waiting[kept - 1] and getattr(call.target, "splits", False) and call.method == "append_each":
+                runs = [
+                    AppendRun(None, run.records[: self._rng.randint(0, len(run.records))]) for run in call.args[0][0]
+                ]
+                late.args = ((runs,), {})
             if after_calls:
                 self.server.arrive_late(late, after_calls)
             else:
@@ -252,6 +255,10 @@ class Connection:
         """The connection ends and none comes instead of it for a while."""
         self.cut_until_s = max(self.cut_until_s, self.server.loop.time() + for_s)
         self.break_()
+
+    def _cut_off(self, run: AppendRun) -> AppendRun:
+        """What a broker has of a run whose connection ended."""
+        return AppendRun(None, run.records[: self._rng.randint(0, len(run.records))])
 
     def close(self) -> None:
         """The process is dead: its calls on the way share the fate of those of a broken connection."""

@@ -10,7 +10,7 @@ from qim.shard_workers.feed import LogFeed
 
 BATCH_RECORDS_MAX: Final = 256
 CHECKPOINT_RECORDS: Final = 256
-CHECKPOINT_INTERVAL_MS: Final = 200.0
+CHECKPOINT_INTERVAL_MS: Final = 500.0
 """What is dispatched again after a crash is dropped by its source: a checkpoint may be late, never early."""
 
 

@@ -1,4 +1,8 @@
-"""FanoutRole: the outbox partitions of one worker, each dispatched in order by a task of its own (DESIGN-data §4)."""
+"""FanoutRole: the outbox partitions of one worker, each dispatched in order (DESIGN-data §4).
+
+One append call carries what all partitions have ready; what arrives meanwhile goes into the next. A partition is in one
+call at most, and while it reads, waits for a group's index or rests after a failure it holds up no other.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,13 @@ import asyncio
 import random
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 from qim.backplane.api import Backplane
-from qim.commit_log.api import CheckpointStore, CommitLog, Fence, LogReader, LogRecord
+from qim.commit_log.api import AppendRun, CheckpointStore, CommitLog, Fence, LogReader, LogRecord
 from qim.errors import Fenced, StoreError
 from qim.obs import metrics
 from qim.obs.logs import get_logger
@@ -24,7 +29,6 @@ from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock
 from qim.runtime.crash_point import AFTER_DISPATCH, crash_point
 from qim.runtime.tasks import FailureHandler, TaskSet
-from qim.runtime.wakeable import Wakeable
 from qim.shard_workers.fanout.dispatch import Chain, ShardTargets, Source, direct_slots, direct_targets, dispatches
 from qim.shard_workers.fanout.machine import PartitionMachine
 from qim.shard_workers.feed import GAP_WAIT_MS
@@ -36,6 +40,9 @@ INDEX_CACHE_VERSIONS: Final = 4096
 """Version indexes in memory, at most one SnapshotRef per shard each."""
 APPEND_RECORDS_MAX: Final = 512
 """Dispatches of one append call: a call blocks the core instance for about 5 µs per record."""
+HOUSEKEEPING_MS: Final = 50.0
+"""How often due reads and checkpoints are looked for. An append call that takes as long (a broker's partition is away)
+holds up the partitions it carries, no others."""
 READ_RECORDS_MAX: Final = 500
 _RETRY_INITIAL_MS: Final = 20
 _RETRY_MAX_MS: Final = 1000
@@ -52,23 +59,38 @@ class FanoutSettings:
     lag_report_interval_ms: float = 100.0
 
 
-class _Partition(Wakeable):
+Record = tuple[int, bytes]
+"""(mailbox shard, encoded GroupDispatch)."""
+
+
+class _Partition:
     """Runtime of one outbox partition."""
 
-    __slots__ = ("closing", "epoch", "lag_seconds", "machine", "number", "retry", "task", "timer")
+    __slots__ = (
+        "busy", "closing", "committed_at_ms", "epoch", "idle", "lag_seconds", "machine", "made", "number", "retry",
+        "timer",
+    )  # fmt: skip
 
     def __init__(self, number: int, epoch: int, machine: PartitionMachine) -> None:
-        super().__init__()
         self.number = number
         self.closing = False
         """Nothing new is read."""
-        self.task: asyncio.Task[object] | None = None
+        self.busy = False
+        """A call, a look-up or a rest is under way."""
+        self.idle = asyncio.Event()
+        """Set while there is nothing left to do."""
         self.epoch = epoch
         self.machine = machine
+        self.made: list[list[Record]] = []
+        """Dispatches of the batch in work that are not durable yet, by fencing_epoch: those of the next one follow when
+        all before them are durable (DESIGN-data §4)."""
+        self.committed_at_ms = 0
+        """Of the oldest record of that batch."""
         self.retry = Backoff(
             initial_ms=_RETRY_INITIAL_MS, factor=2, max_ms=_RETRY_MAX_MS, jitter_ratio=0.3, random_unit=random.random
         )
         self.timer: asyncio.TimerHandle | None = None
+        """Of a gap between hints, or of the rest after a failure."""
         self.lag_seconds = metrics.OUTBOX_LAG_SECONDS.labels(partition=number)
 
 
@@ -110,6 +132,11 @@ class FanoutRole:
         self._tasks = TaskSet(self._failed)
         self._partitions: dict[int, _Partition] = {}
         self._indexes: OrderedDict[tuple[str, str, int], ShardTargets] = OrderedDict()
+        self._due: dict[_Partition, None] = {}
+        """To be looked at, in order."""
+        self._pump_scheduled = False
+        self._appends = 0
+        """Append calls in flight."""
         self._ready = False
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
@@ -125,6 +152,8 @@ class FanoutRole:
         self._backplane.on_notice(InternalOpcode.OUTBOX_HINT, self._on_hint)
         await asyncio.gather(*(self.open_shard(grant) for grant in grants))
         self._tasks.start(f"{self.name} report", self._report_lag())
+        self._tasks.start(f"{self.name} housekeeping", self._keep_house())
+        self._tasks.start(f"{self.name} checkpoints", self._keep_checkpoints())
         self._ready = True
         if self._leases is not None:
             self._leases.start(self)
@@ -140,7 +169,7 @@ class FanoutRole:
         """Dispatch what has arrived, save every checkpoint, give the partitions back."""
         if self._leases is not None:
             await self._leases.leave()
-        for partition in self._partitions.values():
+        for partition in list(self._partitions.values()):
             await self._finish(partition)
 
     async def stop(self) -> None:
@@ -161,7 +190,7 @@ class FanoutRole:
         now_ms = self._clock.monotonic_ms()
         machine = PartitionMachine(next_offset, poll_interval_ms=self._settings.poll_interval_ms, now_ms=now_ms)
         partition = self._partitions[number] = _Partition(number, grant.epoch, machine)
-        partition.task = self._tasks.start(f"{self.name} partition {number}", self._serve(partition))
+        self._look_soon(partition)
 
     async def close_shard(self, shard_id: int) -> None:
         """Dispatch what has arrived and save the checkpoint; the rest is the next owner's."""
@@ -175,25 +204,50 @@ class FanoutRole:
             return
         if partition.timer is not None:
             partition.timer.cancel()
-        if partition.task is not None and partition.task is not asyncio.current_task():
-            partition.task.cancel()
         metrics.OUTBOX_LAG_SECONDS.labels(partition=shard_id).set(0)
 
     async def _finish(self, partition: _Partition) -> None:
         partition.closing = True
         machine = partition.machine
+        self._look_soon(partition)
         await partition.idle.wait()
         if machine.durable != machine.saved:
             await self._checkpoints.save(partition.number, partition.epoch, machine.durable)
 
-    async def _serve(self, partition: _Partition) -> None:
-        try:
-            await self._run(partition)
-        except Fenced:
+    def _owns(self, partition: _Partition) -> bool:
+        """False once it was dropped, or granted anew."""
+        return self._partitions.get(partition.number) is partition
+
+    def _refused(self, partition: _Partition, error: StoreError) -> None:
+        """A call for a partition failed: it is tried again after a rest, unless another worker owns it now."""
+        if not self._owns(partition):
+            return
+        partition.made = []
+        if isinstance(error, Fenced):
+            self.drop_shard(partition.number)
             if self._leases is None:
-                raise
-            if self._partitions.get(partition.number) is partition:
+                self._failed(f"{self.name} partition {partition.number}", error)
+            else:
                 self._leases.fenced(partition.number, partition.epoch)
+            return
+        delay_ms = partition.retry.delay_ms()
+        log.warning("fanout_retry", partition=partition.number, offset=partition.machine.durable, delay_ms=delay_ms,
+                    error=error)  # fmt: skip
+        self._set_timer(partition, delay_ms, self._rested)
+
+    def _set_timer(self, partition: _Partition, delay_ms: float, then: Callable[[_Partition], None]) -> None:
+        if partition.timer is not None:
+            partition.timer.cancel()
+        partition.timer = asyncio.get_running_loop().call_later(delay_ms / 1000, then, partition)
+
+    def _rested(self, partition: _Partition) -> None:
+        partition.timer = None
+        self._done(partition)
+
+    def _done(self, partition: _Partition) -> None:
+        """What made it busy has ended."""
+        partition.busy = False
+        self._look_soon(partition)
 
     def _failed(self, task: str, error: BaseException) -> None:
         self._ready = False
@@ -209,87 +263,154 @@ class FanoutRole:
         if partition is None or partition.closing:
             return
         if partition.machine.feed.offer_hint(hint.first_offset, hint.records, self._clock.monotonic_ms()):
-            partition.wake()
+            self._look_soon(partition)
             return
         metrics.HINT_GAP_TOTAL.labels(topic="outbox").inc()
         if partition.timer is None:
-            loop = asyncio.get_running_loop()
-            partition.timer = loop.call_later(GAP_WAIT_MS / 1000, self._gap_over, partition)
+            self._set_timer(partition, GAP_WAIT_MS, self._gap_over)
 
     def _gap_over(self, partition: _Partition) -> None:
         partition.timer = None
-        partition.wake()
+        self._look_soon(partition)
 
-    async def _run(self, partition: _Partition) -> None:
-        """Dispatch one partition for ever; what fails is tried again and holds up this partition only."""
-        machine = partition.machine
-        while True:
-            try:
-                batch = machine.next_batch()
-                if batch:
-                    await self._dispatch(partition, batch)
-                    machine.dispatched()
-                elif machine.feed.read_due_in_ms(self._clock.monotonic_ms()) <= 0 and not partition.closing:
-                    await self._read(partition)
-                await self._save_checkpoint(partition)
-                partition.retry.reset()
-            except Fenced:
-                raise
-            except StoreError as error:
-                delay_ms = partition.retry.delay_ms()
-                log.warning("fanout_retry", partition=partition.number, offset=machine.durable, delay_ms=delay_ms,
-                            error=error)  # fmt: skip
-                await asyncio.sleep(delay_ms / 1000)
+    def _look_soon(self, partition: _Partition) -> None:
+        """Look at a partition in this tick, or when the append call in flight has ended."""
+        partition.idle.clear()
+        self._due[partition] = None
+        if not self._appends:
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        if not self._pump_scheduled:
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Start whatever the due partitions need next; one append call carries the dispatches of all of them."""
+        self._pump_scheduled = False
+        now_ms = self._clock.monotonic_ms()
+        calls: list[tuple[_Partition, list[Record]]] = []
+        room = APPEND_RECORDS_MAX
+        while self._due and room > 0:
+            partition = next(iter(self._due))
+            del self._due[partition]
+            if partition.busy or not self._owns(partition):
                 continue
-            if not machine.feed.ready:
-                await partition.wait(self._idle_ms(partition))
+            machine = partition.machine
+            if partition.made or machine.next_batch():
+                partition.busy = True
+                if not partition.made and not self._make(partition):
+                    continue
+                taken = partition.made[0][:room]
+                calls.append((partition, taken))
+                room -= len(taken)
+            elif machine.feed.read_due_in_ms(now_ms) <= 0 and not partition.closing:
+                partition.busy = True
+                self._tasks.start(f"{self.name} read {partition.number}", self._read(partition))
+            else:
+                partition.idle.set()
+        if calls:
+            self._appends += 1
+            self._tasks.start(f"{self.name} append", self._append(calls))
 
-    def _idle_ms(self, partition: _Partition) -> float:
-        """Until the next read or checkpoint."""
+    async def _keep_house(self) -> None:
+        """Find partitions whose log is to be read, or that wait behind a call that takes long."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_MS / 1000)
+            now_ms = self._clock.monotonic_ms()
+            for partition in self._partitions.values():
+                if not partition.busy and partition.machine.feed.read_due_in_ms(now_ms) <= 0:
+                    self._look_soon(partition)
+            if self._due:
+                self._pump_soon()
+
+    async def _keep_checkpoints(self) -> None:
+        """Save those that are due, all in one write."""
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_MS / 1000)
+            now_ms = self._clock.monotonic_ms()
+            due = [found for found in self._partitions.values() if found.machine.checkpoint_in_ms(now_ms) <= 0]
+            if due:
+                await asyncio.gather(*map(self._save_checkpoint, due))
+
+    async def _save_checkpoint(self, partition: _Partition) -> None:
         machine = partition.machine
-        if partition.closing:
-            return self._settings.poll_interval_ms
-        due_ms = machine.feed.read_due_in_ms(self._clock.monotonic_ms())
-        if machine.durable != machine.saved:
-            due_ms = min(due_ms, machine.checkpoint_in_ms(self._clock.monotonic_ms()))
-        return due_ms
+        durable = machine.durable
+        try:
+            await self._checkpoints.save(partition.number, partition.epoch, durable)
+        except Fenced as error:
+            self._refused(partition, error)
+        except StoreError as error:
+            # it may be late: the next round tries again
+            log.warning("checkpoint_not_saved", partition=partition.number, offset=durable, error=error)
+        else:
+            machine.checkpoint_saved(durable, self._clock.monotonic_ms())
 
     async def _read(self, partition: _Partition) -> None:
         feed = partition.machine.feed
         limit = min(feed.room(), READ_RECORDS_MAX)
-        records = await self._outbox.read(partition.number, feed.next_offset, max_records=limit)
-        feed.offer_read(records, complete=len(records) < limit, now_ms=self._clock.monotonic_ms())
-
-    async def _save_checkpoint(self, partition: _Partition) -> None:
-        machine = partition.machine
-        if machine.checkpoint_in_ms(self._clock.monotonic_ms()) > 0:
+        try:
+            records = await self._outbox.read(partition.number, feed.next_offset, max_records=limit)
+        except StoreError as error:
+            self._refused(partition, error)
             return
-        durable = machine.durable
-        await self._checkpoints.save(partition.number, partition.epoch, durable)
-        machine.checkpoint_saved(durable, self._clock.monotonic_ms())
+        feed.offer_read(records, complete=len(records) < limit, now_ms=self._clock.monotonic_ms())
+        partition.retry.reset()
+        self._done(partition)
 
     # ------------------------------------------------------------------------------------------------------ dispatches
 
-    async def _dispatch(self, partition: _Partition, batch: Sequence[LogRecord]) -> None:
-        """Append the dispatches of a batch and tell the mailbox owners, in order. A call holds records of one
-        fencing_epoch: those of the next one follow when all before them are durable (DESIGN-data §4)."""
-        made: list[tuple[int, bytes]] = []
-        chain: Chain = {}
-        sources = [Source(partition.number, record.offset, record.value) for record in batch]
-        epoch = sources[0].record.fencing_epoch
-        for source in sources:
-            if len(made) >= APPEND_RECORDS_MAX or source.record.fencing_epoch != epoch:
-                await self._append(partition, made)
-                made, chain, epoch = [], {}, source.record.fencing_epoch
-            made += await self._dispatches_of(source, chain)
-        await self._append(partition, made)
-        metrics.FANOUT_LAG_MS.observe(max(0, self._clock.unix_ms() - sources[0].record.created_at))
+    def _make(self, partition: _Partition) -> bool:
+        """Make the dispatches of the next batch; False when something must be read first, which has begun, or when
+        they are none."""
+        made: list[list[Record]] = []
+        sources = [Source(partition.number, record.offset, record.value) for record in partition.machine.next_batch()]
+        for _, group in groupby(sources, _fencing_epoch):
+            records: list[Record] = []
+            chain: Chain = {}
+            for source in group:
+                found = self._dispatches_of(source, None, chain)
+                if found is None:
+                    self._tasks.start(f"{self.name} look up {partition.number}", self._make_slowly(partition, sources))
+                    return False
+                records += found
+            made.append(records)
+        return self._made(partition, sources, made)
 
-    async def _dispatches_of(self, source: Source, chain: Chain) -> list[tuple[int, bytes]]:
+    async def _make_slowly(self, partition: _Partition, sources: Sequence[Source]) -> None:
+        """`_make`, for a batch with groups of which something is not known here."""
+        made: list[list[Record]] = []
+        try:
+            for _, group in groupby(sources, _fencing_epoch):
+                records: list[Record] = []
+                chain: Chain = {}
+                for source in group:
+                    slots: dict[str, int] | None = None
+                    while (found := self._dispatches_of(source, slots, chain)) is None:
+                        slots = await self._look_up(source)
+                    records += found
+                made.append(records)
+        except StoreError as error:
+            self._refused(partition, error)
+            return
+        if self._made(partition, sources, made):
+            self._done(partition)
+
+    def _made(self, partition: _Partition, sources: Sequence[Source], made: list[list[Record]]) -> bool:
+        """Take what is to be appended; False when a batch needs no append: nobody is to hear of it."""
+        partition.made = [records for records in made if records]
+        partition.committed_at_ms = sources[0].record.created_at
+        if partition.made:
+            return True
+        partition.machine.dispatched()
+        self._done(partition)
+        return False
+
+    def _dispatches_of(self, source: Source, slots: Mapping[str, int] | None, chain: Chain) -> list[Record] | None:
+        """None when the group's index or the `slots` of its subjects must be looked up first."""
         settings = self._settings
         version = source.group_version()
         targets: ShardTargets = {}
-        slots: dict[str, int] = {}
         if version is None:
             record = source.record
             targets = direct_targets(
@@ -298,37 +419,69 @@ class FanoutRole:
             slots = {} if source.is_for_all() else direct_slots(source)
         else:
             if source.is_for_all():
-                targets = await self._index_of(version)
-            subjects = source.subjects()
-            if subjects:
-                tenant_id, group_id, _ = version
-                found = await self._membership.slots_of(tenant_id, group_id, subjects)
-                slots = {user_id: slot for user_id, slot in zip(subjects, found, strict=True) if slot is not None}
+                known = self._indexes.get(version)
+                if known is None:
+                    return None
+                self._indexes.move_to_end(version)
+                targets = known
+            if slots is None:
+                if source.subjects():
+                    return None
+                slots = {}
         made = dispatches(source, targets, slots, settings.mailbox_shard_count, settings.lane_count, chain)
         metrics.FANOUT_TARGET_SHARDS_PER_MESSAGE.observe(len(made))
         return made
 
-    async def _index_of(self, version: tuple[str, str, int]) -> ShardTargets:
-        known = self._indexes.get(version)
-        if known is not None:
-            self._indexes.move_to_end(version)
-            return known
-        targets = await self._membership.version_index(*version)
-        self._indexes[version] = targets
-        if len(self._indexes) > INDEX_CACHE_VERSIONS:
-            self._indexes.popitem(last=False)
-        return targets
+    async def _look_up(self, source: Source) -> dict[str, int]:
+        """Read the index of the group's version and the slots of the subjects."""
+        version = source.group_version()
+        assert version is not None
+        if source.is_for_all() and version not in self._indexes:
+            self._indexes[version] = await self._membership.version_index(*version)
+            if len(self._indexes) > INDEX_CACHE_VERSIONS:
+                self._indexes.popitem(last=False)
+        subjects = source.subjects()
+        if not subjects:
+            return {}
+        tenant_id, group_id, _ = version
+        found = await self._membership.slots_of(tenant_id, group_id, subjects)
+        return {user_id: slot for user_id, slot in zip(subjects, found, strict=True) if slot is not None}
 
-    async def _append(self, partition: _Partition, made: Sequence[tuple[int, bytes]]) -> None:
-        if not made:
-            return
-        fence = Fence(partition.number, partition.epoch)
-        offsets = await self._dispatch_log.append(made, fence)
-        crash_point(AFTER_DISPATCH)
-        metrics.DISPATCH_TOTAL.inc(len(made))
-        hints: dict[int, list[tuple[int, bytes]]] = {}
-        for (shard, value), offset in zip(made, offsets, strict=True):
-            hints.setdefault(shard, []).append((offset, value))
+    async def _append(self, calls: Sequence[tuple[_Partition, list[Record]]]) -> None:
+        """Append dispatches of several partitions and tell the mailbox owners, in order."""
+        runs = [AppendRun(Fence(partition.number, partition.epoch), records) for partition, records in calls]
+        results: Sequence[list[int] | StoreError]
+        try:
+            results = await self._dispatch_log.append_each(runs)
+            crash_point(AFTER_DISPATCH)
+        except StoreError as error:
+            results = [error] * len(runs)
+        self._appends -= 1
+        hints: dict[int, list[Record]] = {}
+        for (partition, records), result in zip(calls, results, strict=True):
+            if isinstance(result, StoreError):
+                self._refused(partition, result)
+                continue
+            for (shard, value), offset in zip(records, result, strict=True):
+                hints.setdefault(shard, []).append((offset, value))
+            self._appended(partition, len(records))
+        self._hint(hints)
+        if self._due:
+            self._pump_soon()
+
+    def _appended(self, partition: _Partition, count: int) -> None:
+        metrics.DISPATCH_TOTAL.inc(count)
+        del partition.made[0][:count]
+        if not partition.made[0]:
+            del partition.made[0]
+        if not partition.made:
+            metrics.FANOUT_LAG_MS.observe(max(0, self._clock.unix_ms() - partition.committed_at_ms))
+            partition.machine.dispatched()
+            partition.retry.reset()
+        self._done(partition)
+
+    def _hint(self, hints: Mapping[int, Sequence[tuple[int, bytes]]]) -> None:
+        """Give the mailbox owners their records, by shard: (offset, record), ascending."""
         for shard, records in hints.items():
             owner = self._routes.owner(LeaseKind.MAILBOX_SHARD, shard)
             if owner is not None:
@@ -354,6 +507,10 @@ class FanoutRole:
             partition.lag_seconds.set(lag_ms / 1000)
             lags.append(lag_ms)
         return LagReport(reporter=self.name, partitions=list(self._partitions), partition_lag_ms=lags)
+
+
+def _fencing_epoch(source: Source) -> int:
+    return source.record.fencing_epoch
 
 
 def created_at_ms(record: LogRecord) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from qim.commit_log.api import LogRecord
+from qim.commit_log.api import AppendRun, LogRecord
 from qim.core import ids
-from qim.errors import StoreUnavailable
+from qim.errors import StoreError, StoreUnavailable
 from qim.protocol.qim_pb2 import GroupDispatch, LogHint, OutboxRecord
 from qim.shard_workers.fanout.runner import contiguous_hints, created_at_ms
 from tests.unit.shard_workers.pipeline import BUCKETS, SHARDS, TENANT, Pipeline, eventually
@@ -39,19 +39,19 @@ async def dispatched(world: Pipeline, count: int) -> None:
 
 
 async def test_a_refused_append_is_repeated_in_order(world: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-    append = world.dispatch_log.append
+    append = world.dispatch_log.append_each
     failures = 3
 
-    async def failing(records: object, fence: object = None) -> list[int]:
+    async def failing(runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
         nonlocal failures
         if failures:
             failures -= 1
             if failures == 1:
-                await append(records, fence)  # type: ignore[arg-type]
+                await append(runs)
             raise StoreUnavailable("no answer")
-        return await append(records, fence)  # type: ignore[arg-type]
+        return await append(runs)
 
-    monkeypatch.setattr(world.dispatch_log, "append", failing)
+    monkeypatch.setattr(world.dispatch_log, "append_each", failing)
     await world.start_fanout()
     for n in range(3):
         await world.send(AB, "alice", f"{n}")
