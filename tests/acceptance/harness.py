@@ -150,17 +150,22 @@ class Node:
         await until(lambda: self.watermark(user) >= seq)
         assert self.watermark(user) == seq
 
-    async def delivered(self) -> None:
-        """Until everything that is committed by now is dispatched and covered by W on every lane."""
+    async def delivered(self, timeout_s: float = WAIT_S) -> None:
+        """Until everything that is committed by now is dispatched and covered by W on every lane; each within
+        `timeout_s`."""
         buckets = range(self.parameters.conversation_bucket_count)
         outbox = await asyncio.gather(*(self.outside.outbox.watermarks(bucket) for bucket in buckets))
         partitions = self.fanout._partitions
-        await until(lambda: all(partitions[bucket].machine.durable >= outbox[bucket].high for bucket in buckets))
+        await until(
+            lambda: all(partitions[bucket].machine.durable >= outbox[bucket].high for bucket in buckets), timeout_s
+        )
         shards = range(self.parameters.mailbox_shard_count)
         logs = await asyncio.gather(*(self.outside.dispatch_log.watermarks(shard) for shard in shards))
         machines = [self.shard(shard).machine for shard in shards]
         ends = [machine.seq_of(log.high - 1) for machine, log in zip(machines, logs, strict=True)]
-        await until(lambda: all(min(machine.acked) >= end for machine, end in zip(machines, ends, strict=True)))
+        await until(
+            lambda: all(min(machine.acked) >= end for machine, end in zip(machines, ends, strict=True)), timeout_s
+        )
 
     async def stored_rows(self, user: str, after_seq: int = 0, up_to_seq: int = (1 << 63) - 1) -> list[StoredRow]:
         """Everything stored for a user in a range, whatever W is."""

@@ -18,6 +18,8 @@ from tests.support.run_dir import short_run_dir
 
 NOTICE = InternalOpcode.PUSH_BATCH
 REQUEST = InternalOpcode.MAILBOX_PULL
+PATIENT_MS = 30_000
+"""Of requests that are not about their deadline: on a busy machine an answer takes what it takes."""
 ROLES = {"core-0": ("writer-0", "mailbox-0"), "gateway-0": ("gateway-0",)}
 
 
@@ -95,17 +97,17 @@ async def test_a_second_role_of_a_connected_process_is_up_at_once(pair: Pair) ->
 async def test_requests_are_matched_and_answered_by_the_accepting_side(pair: Pair) -> None:
     bodies = [b"%d" % index for index in range(8)]
     request = pair.gateway.plane.request
-    answers = await asyncio.gather(*(request("mailbox-0", REQUEST, body, timeout_ms=1000) for body in bodies))
+    answers = await asyncio.gather(*(request("mailbox-0", REQUEST, body, timeout_ms=PATIENT_MS) for body in bodies))
     assert answers == [b"gateway-0/" + body for body in bodies]
 
 
 @pytest.mark.parametrize("peer", ["mailbox-0", "gateway-0"])
 async def test_a_handler_that_raises_says_no_more_than_that(pair: Pair, peer: str) -> None:
     with pytest.raises(PeerUnavailable, match="handler failed"):
-        await pair.gateway.plane.request(peer, REQUEST, b"raise", timeout_ms=1000)
+        await pair.gateway.plane.request(peer, REQUEST, b"raise", timeout_ms=PATIENT_MS)
     with pytest.raises(PeerUnavailable, match="handler failed"):
-        await pair.gateway.plane.request(peer, InternalOpcode.HISTORY_PULL, b"no handler", timeout_ms=1000)
-    assert await pair.gateway.plane.request(peer, REQUEST, b"next", timeout_ms=1000) == b"gateway-0/next"
+        await pair.gateway.plane.request(peer, InternalOpcode.HISTORY_PULL, b"no handler", timeout_ms=PATIENT_MS)
+    assert await pair.gateway.plane.request(peer, REQUEST, b"next", timeout_ms=PATIENT_MS) == b"gateway-0/next"
 
 
 @pytest.mark.parametrize("peer", ["mailbox-0", "gateway-0"])
@@ -113,8 +115,9 @@ async def test_a_silent_handler_meets_the_deadline_and_its_late_answer_nobody(pa
     with pytest.raises(PeerUnavailable, match="in time"):
         await pair.gateway.plane.request(peer, REQUEST, b"hold", timeout_ms=30)
     node = pair.core if peer == "mailbox-0" else pair.gateway
+    await until(lambda: node.held)  # the deadline may come before the request does
     node.held[0].set_result(b"late")
-    assert await pair.gateway.plane.request(peer, REQUEST, b"next", timeout_ms=1000) == b"gateway-0/next"
+    assert await pair.gateway.plane.request(peer, REQUEST, b"next", timeout_ms=PATIENT_MS) == b"gateway-0/next"
 
 
 @pytest.mark.parametrize("peer", ["writer-0", "gateway-0"])
@@ -125,8 +128,8 @@ async def test_a_handler_may_hand_back_an_answer(pair: Pair, peer: str) -> None:
     node = pair.core if peer == "writer-0" else pair.gateway
     node.plane.on_request(InternalOpcode.SUBMIT_SEND, lambda _, body: at_once if body == b"1" else later)
     outcomes: list[bytes | PeerUnavailable] = []
-    pair.gateway.plane.ask(peer, InternalOpcode.SUBMIT_SEND, b"2", outcomes.append, timeout_ms=1000)
-    answer = await pair.gateway.plane.request(peer, InternalOpcode.SUBMIT_SEND, b"1", timeout_ms=1000)
+    pair.gateway.plane.ask(peer, InternalOpcode.SUBMIT_SEND, b"2", outcomes.append, timeout_ms=PATIENT_MS)
+    answer = await pair.gateway.plane.request(peer, InternalOpcode.SUBMIT_SEND, b"1", timeout_ms=PATIENT_MS)
     assert (answer, outcomes, at_once.done(), later.done()) == (b"at once", [], True, False)
     later.set_result(b"later")
     await until(lambda: outcomes)
@@ -137,7 +140,7 @@ async def test_a_handler_may_hand_back_an_answer(pair: Pair, peer: str) -> None:
 async def test_asking_tells_once_what_went_wrong(pair: Pair) -> None:
     outcomes: list[bytes | PeerUnavailable] = []
 
-    def ask(peer: str, body: bytes, timeout_ms: int = 1000) -> None:
+    def ask(peer: str, body: bytes, timeout_ms: int = PATIENT_MS) -> None:
         pair.gateway.plane.ask(peer, REQUEST, body, outcomes.append, timeout_ms=timeout_ms)
 
     ask("writer-9", b"")
@@ -161,7 +164,7 @@ async def test_a_handler_may_hand_back_a_future(pair: Pair) -> None:
     ready = asyncio.get_running_loop().create_future()
     pair.core.plane.on_request(InternalOpcode.SUBMIT_SEND, lambda peer, body: ready)
     asked = asyncio.create_task(
-        pair.gateway.plane.request("writer-0", InternalOpcode.SUBMIT_SEND, b"", timeout_ms=1000)
+        pair.gateway.plane.request("writer-0", InternalOpcode.SUBMIT_SEND, b"", timeout_ms=PATIENT_MS)
     )
     await asyncio.sleep(0)
     ready.set_result(b"done")
@@ -170,10 +173,10 @@ async def test_a_handler_may_hand_back_a_future(pair: Pair) -> None:
 
 async def test_a_full_window_is_refused(pair: Pair) -> None:
     request = pair.gateway.plane.request
-    asked = [asyncio.create_task(request("mailbox-0", REQUEST, b"hold", timeout_ms=1000)) for _ in range(8)]
+    asked = [asyncio.create_task(request("mailbox-0", REQUEST, b"hold", timeout_ms=PATIENT_MS)) for _ in range(8)]
     await until(lambda: len(pair.core.held) == 8)
     with pytest.raises(PeerUnavailable, match="in flight"):
-        await request("mailbox-0", REQUEST, b"one too many", timeout_ms=1000)
+        await request("mailbox-0", REQUEST, b"one too many", timeout_ms=PATIENT_MS)
     for future in pair.core.held:
         future.set_result(b"")
     assert await asyncio.gather(*asked) == [b""] * 8
@@ -210,7 +213,7 @@ async def test_a_full_queue_drops_and_says_so() -> None:
         assert sent == [True, True, False, False]
         assert gateway.plane.notify("mailbox-0", NOTICE, bytes(400), Priority.ROOM)
         with pytest.raises(PeerUnavailable, match="queue is full"):
-            await gateway.plane.request("mailbox-0", REQUEST, bytes(400), timeout_ms=1000)
+            await gateway.plane.request("mailbox-0", REQUEST, bytes(400), timeout_ms=PATIENT_MS)
         await until(lambda: len(core.notices) == 3)
         assert gateway.plane.notify("mailbox-0", NOTICE, bytes(400))
         await gateway.plane.close()
@@ -226,12 +229,12 @@ async def test_a_peer_that_goes_fails_requests_and_comes_back_with_an_event(pair
     await until(lambda: pair.gateway.links[-1] == ("mailbox-0", False))
     assert not pair.gateway.plane.notify("mailbox-0", NOTICE, b"nobody")
     with pytest.raises(PeerUnavailable, match="no link"):
-        await pair.gateway.plane.request("mailbox-0", REQUEST, b"", timeout_ms=1000)
+        await pair.gateway.plane.request("mailbox-0", REQUEST, b"", timeout_ms=PATIENT_MS)
     pair.core = Node("core-0", pair.run_dir)
     await pair.core.plane.start()
     await until(lambda: pair.gateway.links[-1] == ("mailbox-0", True))
     assert pair.gateway.links == [("mailbox-0", True), ("mailbox-0", False), ("mailbox-0", True)]
-    assert await pair.gateway.plane.request("mailbox-0", REQUEST, b"x", timeout_ms=1000) == b"gateway-0/x"
+    assert await pair.gateway.plane.request("mailbox-0", REQUEST, b"x", timeout_ms=PATIENT_MS) == b"gateway-0/x"
 
 
 async def test_roles_of_one_process_talk_without_a_socket(pair: Pair) -> None:
@@ -244,7 +247,7 @@ async def test_roles_of_one_process_talk_without_a_socket(pair: Pair) -> None:
     await until(lambda: len(pair.core.notices) == 10)
     assert pair.core.notices == [("writer-0", b"%d" % index) for index in range(10)]
     assert pair.core.links == [("mailbox-0", True)]
-    assert await plane.request("mailbox-0", REQUEST, b"x", timeout_ms=1000) == b"writer-0/x"
+    assert await plane.request("mailbox-0", REQUEST, b"x", timeout_ms=PATIENT_MS) == b"writer-0/x"
 
 
 async def test_a_listener_or_notice_handler_that_raises_does_not_hurt_the_link(pair: Pair) -> None:
@@ -254,7 +257,7 @@ async def test_a_listener_or_notice_handler_that_raises_does_not_hurt_the_link(p
     pair.core.plane.on_notice(InternalOpcode.MARK_DIRTY, explode)
     assert pair.gateway.plane.notify("mailbox-0", InternalOpcode.MARK_DIRTY, b"")
     assert pair.gateway.plane.notify("mailbox-0", InternalOpcode.LAG_REPORT, b"no handler")
-    assert await pair.gateway.plane.request("mailbox-0", REQUEST, b"x", timeout_ms=1000) == b"gateway-0/x"
+    assert await pair.gateway.plane.request("mailbox-0", REQUEST, b"x", timeout_ms=PATIENT_MS) == b"gateway-0/x"
 
 
 async def test_a_socket_that_hosts_another_process_is_not_taken_for_it() -> None:
