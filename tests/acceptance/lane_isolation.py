@@ -127,19 +127,18 @@ def p99(values: Sequence[float]) -> float:
 
 async def send_during(sender: Device, probes: Sequence[Probe], until_s: float) -> None:
     """One message to every probe each 50 ms, in alternating order, all acknowledged; then until all are seen, or a
-    moment."""
-    requests = []
+    moment. One that is refused for delivery lag is sent again, as a client does: its latency is from the first time."""
+    taken = []
     turn = 0
     while (left_s := until_s - time.monotonic()) > 0:
         for probe in probes if turn % 2 else reversed(probes):
             payload = f"{probe.chat} {len(probe.sent_ms)}".encode()
-            requests.append(sender.say(probe.chat, payload))
+            request_id = sender.say(probe.chat, payload)
             probe.sent_ms[payload] = sender.sent[-1].at_ms
+            taken.append(asyncio.create_task(_acknowledged(sender, probe.chat, payload, request_id)))
         turn += 1
         await asyncio.sleep(min(SEND_INTERVAL_S, left_s))
-    for request_id in requests:
-        answer = await sender.answer(request_id)
-        assert answer.opcode is Opcode.SEND_ACK, answer
+    await asyncio.gather(*taken)
     try:
         for probe in probes:
             await probe.device.until(probe.all_seen, DRAIN_S)
@@ -157,9 +156,15 @@ async def release(throttle: Throttle, shard: int, probes: Sequence[Probe]) -> No
 
 async def say_to_group(sender: Device, group: str) -> None:
     """One message to the group; a refusal for delivery lag is waited out."""
-    while (answer := await sender.answer(sender.say(group, b"to all"))).opcode is not Opcode.SEND_ACK:
+    await _acknowledged(sender, group, b"to all", sender.say(group, b"to all"))
+
+
+async def _acknowledged(sender: Device, conversation_id: str, payload: bytes, request_id: int) -> None:
+    """Until the message that was sent by this request is taken."""
+    while (answer := await sender.answer(request_id)).opcode is not Opcode.SEND_ACK:
         assert answer.body.code == pb.RATE_LIMITED, answer
         await asyncio.sleep(answer.body.retry_after_ms / 1000)
+        request_id = sender.say(conversation_id, payload)
 
 
 def check_isolated(short: Probe, long: Probe) -> None:
