@@ -59,10 +59,11 @@ class LaneVector:
     takeover only and never reaches a client (§9.2.2).
     """
 
-    __slots__ = ("values",)
+    __slots__ = ("_packed", "values")
 
     def __init__(self, values: tuple[int, ...]) -> None:
         self.values = values
+        self._packed: bytes | None = None
 
     @classmethod
     def zero(cls, lane_count: int) -> LaneVector:
@@ -72,8 +73,18 @@ class LaneVector:
     def unpack(cls, packed: bytes) -> LaneVector:
         return cls(struct.unpack(f">{len(packed) // 8}Q", packed))
 
+    @classmethod
+    def level(cls, value: int, lane_count: int) -> LaneVector:
+        """The same value on every lane: what a shard without a backlog has."""
+        vector = cls((value,) * lane_count)
+        vector._packed = value.to_bytes(8, "big") * lane_count
+        return vector
+
     def pack(self) -> bytes:
-        return struct.pack(f">{len(self.values)}Q", *self.values)
+        packed = self._packed
+        if packed is None:
+            packed = self._packed = struct.pack(f">{len(self.values)}Q", *self.values)
+        return packed
 
     def advanced(self, moves: dict[int, int]) -> LaneVector:
         """The vector with the lanes of `moves` at their new values."""

@@ -320,14 +320,16 @@ class Recipient(NamedTuple):
 
 
 class ChunkAppend(NamedTuple):
-    """Chunk `chunk_index` of (dispatch at log_offset, lane): entries and their progress bit, atomically."""
+    """Entries of the dispatch at `log_offset` and their progress bits, atomically: the only chunk of each of some
+    lanes, or chunk `chunk_index` of one lane that has several."""
 
     log_offset: int
-    lane: int
+    lanes: Sequence[tuple[int, int]]
+    """(lane, entries of it) in the order of `recipients`, each lane once; exactly one when `chunk_count` is above 1."""
     chunk_index: int
     chunk_count: int
     chunk_size: int
-    """Members per chunk, stored at first touch; another value is refused (DESIGN-data §5)."""
+    """Members per chunk, stored at the first touch of the dispatch; another value is refused (DESIGN-data §5)."""
     mailbox_seq: int
     tenant_id: str
     conversation_id: str
@@ -340,7 +342,8 @@ class ChunkAppend(NamedTuple):
 @dataclass(slots=True, kw_only=True)
 class Watermarks:
     """A move of W: `previous` is what the caller believes is stored. For every non-empty (offset, lane) in between,
-    `required` names (log_offset, lane, chunk_count); the store moves W only if it finds all those bits set."""
+    `required` has a row (log_offset, mask of lanes, chunk_count of each of them); the store moves W only if it finds
+    all those bits set."""
 
     previous: LaneVector
     new: LaneVector
@@ -373,7 +376,7 @@ class AppendStatus(Enum):
 class AppendResult:
     status: AppendStatus
     applied: int = 0
-    """Items whose bit was newly set."""
+    """Items of which a bit was newly set."""
     nondeterministic: int = 0
     """Entries refused because another member stands under their 17-byte prefix (event_id_nondeterminism_total)."""
 
@@ -396,6 +399,10 @@ class ProgressRow:
     chunk_count: int
     done: int
     """Bitmap as an int: bit k = chunk k."""
+
+    def is_whole(self, chunk_count: int) -> bool:
+        """All of so many chunks are done."""
+        return self.chunk_count == chunk_count and self.done == (1 << chunk_count) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,8 +475,8 @@ class MailboxStore(Protocol):
         ...
 
     async def append(self, call: AppendCall) -> AppendResult:
-        """See AppendCall. Idempotent: an item whose bit is set writes nothing. Keeps day_max per (shard, lane, UTC day)
-        and registers first-seen conversations; an entry of an already expired day only raises day_max."""
+        """See AppendCall. Idempotent: a lane of an item whose bit is set writes nothing. Keeps day_max per (shard,
+        lane, UTC day) and registers first-seen conversations; an entry of an expired day only raises day_max."""
         ...
 
     async def progress(self, shard: int, first_offset: int, last_offset: int) -> Mapping[tuple[int, int], ProgressRow]:

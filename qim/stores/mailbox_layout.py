@@ -24,6 +24,8 @@ ENTRIES_PER_CALL_MAX: Final = 16_384
 members, of the largest event group, as a replay may have to repeat it."""
 ITEMS_PER_CALL_MAX: Final = 1024
 """Guard of the script's argument lists."""
+LANES_MAX: Final = 64
+"""Lanes of a shard that a mask of u64 can name."""
 SEQ_MAX: Final = (1 << 63) - 1
 
 _MEMBER: Final = struct.Struct(">QB8s")
@@ -45,6 +47,8 @@ def check_append(call: AppendCall) -> None:
     for item in call.tenant_items:
         if not 0 <= item.chunk_index < item.chunk_count:
             raise ValueError(f"chunk {item.chunk_index} of {item.chunk_count}")
+        if len(item.lanes) > 1 and item.chunk_count > 1:
+            raise ValueError(f"chunk {item.chunk_index} of {item.chunk_count} on {len(item.lanes)} lanes")
     moves = call.watermarks
     if moves is None:
         if call.fold is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qim.core.ids import conversation_kind, mailbox_shard_id
@@ -29,6 +29,7 @@ from qim.stores.mailbox_layout import (
     DAYS_KEPT,
     DROPPED_BLOCKS_PER_CALL_MAX,
     EVENT_GROUP_ITEMS_MAX,
+    LANES_MAX,
     PROGRESS_BLOCK_OFFSETS,
     SEQ_MAX,
     check_append,
@@ -121,13 +122,14 @@ class MemoryMailboxStore:
             return AppendResult(status=AppendStatus.CHUNK_SIZE)
         rows, applied = judged
         if call.watermarks is not None:
-            for offset, lane, chunk_count in call.watermarks.required:
-                row = rows.get((offset, lane)) or state.progress.get((offset, lane))
-                if row is None or row.chunk_count != chunk_count or row.done != (1 << chunk_count) - 1:
-                    return AppendResult(status=AppendStatus.W_MOVED)
+            for offset, mask, chunk_count in call.watermarks.required:
+                for lane in range(mask.bit_length()):
+                    row = rows.get((offset, lane)) or state.progress.get((offset, lane))
+                    if mask >> lane & 1 and (row is None or not row.is_whole(chunk_count)):
+                        return AppendResult(status=AppendStatus.W_MOVED)
             state.watermarks = call.watermarks.new
         state.progress.update(rows)
-        refused = sum(self._write(state, item) for item in applied)
+        refused = sum(self._write(state, item, lanes) for item, lanes in applied)
         if call.fold is not None:
             state.fold, state.fold_offset = call.fold, call.fold_offset
             self._drop_progress(state)
@@ -212,13 +214,21 @@ class MemoryMailboxStore:
     def _today(self) -> int:
         return self._now_ms() // DAY_MS
 
-    def _write(self, state: _Shard, item: ChunkAppend) -> int:
-        """Write one item's entries; how many were refused."""
+    def _write(self, state: _Shard, item: ChunkAppend, lanes: Collection[int]) -> int:
+        """Write the entries of some lanes of an item; how many were refused."""
         day = min(item.created_at_ms // DAY_MS, self._today() + DAYS_AHEAD)
-        highest = state.day_max.get((item.lane, day), (-1, -1))
-        state.day_max[item.lane, day] = max(highest, (item.mailbox_seq, item.chunk_index))
-        refused = 0
-        for i, recipient in enumerate(item.recipients):
+        refused = first = 0
+        self._register(item)
+        for lane, count in item.lanes:
+            if lane in lanes:
+                highest = state.day_max.get((lane, day), (-1, -1))
+                state.day_max[lane, day] = max(highest, (item.mailbox_seq, item.chunk_index))
+                refused += self._write_entries(item, day, range(first, first + count))
+            first += count
+        return refused
+
+    def _register(self, item: ChunkAppend) -> None:
+        for recipient in item.recipients:
             user = (item.tenant_id, recipient.user_id)
             self._held.conversations.setdefault(user, {}).setdefault(
                 item.conversation_id,
@@ -228,11 +238,15 @@ class MemoryMailboxStore:
                     first_seen_at_ms=item.created_at_ms,
                 ),
             )
-            if day + DAYS_KEPT <= self._today():
-                continue
+
+    def _write_entries(self, item: ChunkAppend, day: int, numbers: Iterable[int]) -> int:
+        refused = 0
+        for i in numbers if day + DAYS_KEPT > self._today() else ():
+            recipient = item.recipients[i]
             common = item.common if isinstance(item.common, bytes) else item.common[i]
             prefix = item.mailbox_seq.to_bytes(8, "big") + bytes((recipient.event_ordinal,)) + recipient.event_id
             member = prefix + recipient.ref + common
+            user = (item.tenant_id, recipient.user_id)
             members = self._held.mailboxes.setdefault(user, {}).setdefault(day, {})
             refused += members.setdefault(prefix, member) != member
         return refused
@@ -263,20 +277,26 @@ class MemoryMailboxStore:
 
 def _judge(
     stored: Mapping[tuple[int, int], ProgressRow], items: Sequence[ChunkAppend]
-) -> tuple[dict[tuple[int, int], ProgressRow], list[ChunkAppend]] | None:
-    """Rows as they will be and the items to write; None if a stored chunk size or count is another one."""
+) -> tuple[dict[tuple[int, int], ProgressRow], list[tuple[ChunkAppend, list[int]]]] | None:
+    """Rows as they will be, and the items with the lanes of them to write; None if a stored chunk size or count is
+    another one."""
     rows: dict[tuple[int, int], ProgressRow] = {}
-    applied: list[ChunkAppend] = []
+    applied: list[tuple[ChunkAppend, list[int]]] = []
     for item in items:
-        key = (item.log_offset, item.lane)
-        row = rows.get(key) or stored.get(key)
-        done = 0
-        if row is not None:
-            if (row.chunk_size, row.chunk_count) != (item.chunk_size, item.chunk_count):
+        offset, size, count = item.log_offset, item.chunk_size, item.chunk_count
+        at_offset = ((offset, lane) for lane in range(LANES_MAX))
+        known = [row for key in at_offset if (row := rows.get(key) or stored.get(key)) is not None]
+        if any(row.chunk_size != size for row in known):
+            return None
+        new = []
+        for lane, _ in item.lanes:
+            row = rows.get((offset, lane)) or stored.get((offset, lane))
+            if row is not None and row.chunk_count != count:
                 return None
-            done = row.done
-        bit = 1 << item.chunk_index
-        if not done & bit:
-            rows[key] = ProgressRow(chunk_size=item.chunk_size, chunk_count=item.chunk_count, done=done | bit)
-            applied.append(item)
+            done, bit = (row.done if row is not None else 0), 1 << item.chunk_index
+            if not done & bit:
+                rows[offset, lane] = ProgressRow(chunk_size=size, chunk_count=count, done=done | bit)
+                new.append(lane)
+        if new:
+            applied.append((item, new))
     return rows, applied

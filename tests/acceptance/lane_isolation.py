@@ -51,7 +51,7 @@ class Throttle:
         hold = self._holds.get((shard, offset))
         if hold is None:
             task = self._task(shard, offset)
-            if shard not in self._armed or len(task.members or ()) < _LARGE_SUBTASK_MEMBERS:
+            if shard not in self._armed or len(task.members) < _LARGE_SUBTASK_MEMBERS:
                 return False
             hold = self._holds[shard, offset] = Hold(task, time.monotonic(), self._armed.pop(shard))
         if hold.released:
@@ -80,8 +80,11 @@ class Throttle:
         return released_ms
 
     def _task(self, shard: int, offset: int) -> SubTask:
-        ready = self.node.shard(shard).machine.lanes._lanes[self._lane].ready
-        return next(task for task in ready if task.offset == offset)
+        lanes = self.node.shard(shard).machine.lanes
+        works = (*lanes._fifos[self._lane], *lanes._recent)
+        task = next(work for work in works if work.offset == offset).task_of(self._lane)
+        assert task is not None
+        return task
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class Gate:
         take = SubTask.take_chunk
 
         def counted(task: SubTask) -> int:
-            self._taken += self._concerns(task.dispatch.frame.target_mailbox_shard, task.lane)
+            self._taken += self._concerns(task.work.dispatch.frame.target_mailbox_shard, task.lane)
             return take(task)
 
         replace_method(SubTask, "take_chunk", counted)

@@ -19,7 +19,7 @@ import pytest
 import qim
 from qim.core.seq import LaneVector
 from qim.shard_workers.mailbox import runner
-from qim.shard_workers.mailbox.lanes import SubTask
+from qim.shard_workers.mailbox.lanes import Work
 from qim.shard_workers.mailbox.machine import ShardMachine
 from tests.acceptance.devices import Device, direct
 from tests.acceptance.harness import Node, named_users, running_node
@@ -123,15 +123,15 @@ class AllLanesTogether(ShardMachine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.finished: list[SubTask] = []
+        self.finished: list[tuple[Work, int]] = []
 
-    def _advance(self) -> tuple[LaneVector, list[SubTask]]:
+    def _advance(self) -> tuple[LaneVector, list[tuple[Work, int]]]:
         _, finished = super()._advance()
         self.finished += finished
         heads = [head.offset for lane in self.lanes.active() if (head := self.lanes.head(lane)) is not None]
         end = min(heads, default=self.next_offset) - 1
-        covered = [task for task in self.finished if task.offset <= end]
-        self.finished = [task for task in self.finished if task.offset > end]
+        covered = [passed for passed in self.finished if passed[0].offset <= end]
+        self.finished = [passed for passed in self.finished if passed[0].offset > end]
         return LaneVector(tuple(max(self.seq_of(end), sent) for sent in self._sent.values)), covered
 
 

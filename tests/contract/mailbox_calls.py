@@ -34,16 +34,18 @@ def chunk(
     index: int = 0,
     count: int = 1,
     size: int = CHUNK,
+    lanes: Sequence[tuple[int, int]] = (),
     created_at_ms: int | None = None,
     conversation_id: str = DM,
     common: bytes | Sequence[bytes] = b"common",
     ordinals: Sequence[int] = (0,),
     event: bytes = b"",
 ) -> ChunkAppend:
-    """Chunk `index` of the dispatch at `offset`: one entry per user and ordinal."""
+    """Chunk `index` of the dispatch at `offset`: one entry per user and ordinal. `lanes` = (lane, users of it) when
+    they are on several."""
     return ChunkAppend(
         log_offset=offset,
-        lane=lane,
+        lanes=[(number, users * len(ordinals)) for number, users in lanes] or [(lane, len(users) * len(ordinals))],
         chunk_index=index,
         chunk_count=count,
         chunk_size=size,
@@ -77,10 +79,14 @@ def append(
     fold: bytes | None = None,
     fold_offset: int = -1,
 ) -> AppendCall:
-    """A call; W moves only if `new` is given."""
+    """A call; W moves only if `new` is given. `required` = (offset, lane, chunk_count)."""
     watermarks = None
     if new is not None:
-        watermarks = Watermarks(previous=previous or zero(), new=new, required=list(required))
+        watermarks = Watermarks(
+            previous=previous or zero(),
+            new=new,
+            required=[(offset, 1 << lane, count) for offset, lane, count in required],
+        )
     return AppendCall(
         shard=SHARD,
         shard_epoch=epoch,

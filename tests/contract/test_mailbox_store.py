@@ -195,6 +195,61 @@ class MailboxStoreContract:
             (1, LANE): ProgressRow(chunk_size=10, chunk_count=2, done=0b01)
         }
 
+    async def test_the_only_chunks_of_several_lanes_are_one_item(self) -> None:
+        item = chunk(1, ["ann", "bob", "cid"], lanes=[(3, 1), (LANE, 2)])
+        w1 = moved(zero(), 1, lanes=(3, LANE))
+        result = await self.store.append(append(item, new=w1, required=[(1, 3, 1), (1, LANE, 1)]))
+        assert (result.status, result.applied) == (AppendStatus.OK, 1)
+        assert [await offsets(self.store, user) for user in ("ann", "bob", "cid")] == [[1]] * 3
+        row = ProgressRow(chunk_size=100, chunk_count=1, done=1)
+        assert await self.store.progress(SHARD, 0, 9) == {(1, 3): row, (1, LANE): row}
+        assert (await self.store.append(append(item))).applied == 0
+
+    async def test_an_item_of_which_some_lanes_are_done_writes_the_others(self) -> None:
+        """A replay that joins lanes as an earlier owner did not: what is stored is not written again."""
+        await self.store.append(append(chunk(1, ["ann"], lane=3), chunk(1, ["eve"], lane=50)))
+        users, lanes = ["ann", "bob", "cid", "eve", "fay"], [(3, 1), (LANE, 2), (50, 1), (63, 1)]
+        again = await self.store.append(append(chunk(1, users, lanes=lanes, common=b"other")))
+        assert (again.status, again.applied, again.nondeterministic) == (AppendStatus.OK, 1, 0)
+        for user in users:
+            (row,) = (await self.store.range_scan(span(user))).rows
+            assert row.entry == REF + (b"common" if user in ("ann", "eve") else b"other")
+        required = [(1, lane, 1) for lane in (3, LANE, 50, 63)]
+        new = moved(zero(), 1, lanes=(3, LANE, 50, 63))
+        assert (await self.store.append(append(new=new, required=required))).status is AppendStatus.OK
+
+    async def test_w_past_one_missing_lane_of_many_is_refused(self) -> None:
+        await self.store.append(append(chunk(1, ["ann", "bob"], lanes=[(LANE, 1), (40, 1)])))
+        for missing in (2, 39, 63):
+            new = moved(zero(), 1, lanes=(LANE, 40, missing))
+            required = [(1, LANE, 1), (1, 40, 1), (1, missing, 1)]
+            assert (await self.store.append(append(new=new, required=required))).status is AppendStatus.W_MOVED
+
+    async def test_a_dispatch_has_one_chunk_size_on_all_its_lanes(self) -> None:
+        await self.store.append(append(chunk(1, ["ann"], lane=3, size=10)))
+        for changed in (
+            chunk(1, ["bob"], size=20),
+            chunk(1, ["bob"], count=2, size=20),
+            chunk(1, ["ann"], lane=3, index=1, count=2, size=10),
+            chunk(1, ["ann", "bob"], lanes=[(3, 1), (LANE, 1)], size=20),
+        ):
+            assert (await self.store.append(append(changed))).status is AppendStatus.CHUNK_SIZE
+        await self.store.append(append(chunk(1, ["bob"], count=2, size=10)))
+        joined = chunk(1, ["bob", "cid"], lanes=[(LANE, 1), (9, 1)], size=10)
+        assert (await self.store.append(append(joined))).status is AppendStatus.CHUNK_SIZE
+        assert (await self.store.append(append(chunk(1, ["cid"], lane=9, size=10)))).status is AppendStatus.OK
+
+    async def test_an_item_of_several_lanes_has_one_chunk(self) -> None:
+        with pytest.raises(ValueError, match="on 2 lanes"):
+            await self.store.append(append(chunk(1, ["ann", "bob"], lanes=[(3, 1), (4, 1)], count=2)))
+
+    async def test_entries_of_one_user_from_many_items_come_in_order(self) -> None:
+        items = [chunk(offset, ["ann", "bob"], lanes=[(LANE, 2)]) for offset in range(300)]
+        await self.store.append(append(chunk(1000, ["ann", "bob"])))
+        assert (await self.store.append(append(*reversed(items)))).applied == 300
+        assert (await self.store.append(append(*(chunk(n, ["ann", "bob"]) for n in range(1001, 1300))))).applied == 299
+        assert await offsets(self.store, "bob", max_items=1000) == [*range(300), *range(1000, 1300)]
+
     async def test_many_chunks_in_any_order(self) -> None:
         order = [3, 16, 0, 9, *(i for i in range(17) if i not in (3, 16, 0, 9))]
         for index in order:

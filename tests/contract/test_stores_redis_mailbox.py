@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import struct
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from hypothesis import strategies as st
 
 from qim.core.seq import LaneVector, mailbox_seq
 from qim.errors import StaleInstance
-from qim.stores.api import AppendCall, AppendStatus, ChunkAppend, MailboxStore
+from qim.stores.api import AppendCall, AppendStatus, ChunkAppend, MailboxStore, ProgressRow
 from qim.stores.memory_mailbox import MemoryMailboxStore
 from qim.stores.redis import keys
 from qim.stores.redis.mailbox import RedisMailboxStore
 from qim.stores.redis.resp import RespClient
 from tests.contract.mailbox_calls import (
+    CHUNK,
     DAY_MS,
     EPOCH,
     GRANT,
@@ -264,6 +266,24 @@ async def test_an_instance_that_lost_our_epoch_refuses_us_and_the_zombie(
     await client.close()
 
 
+async def test_rows_from_before_lanes_were_joined_count(mailbox_redis: str) -> None:
+    client = await connected_client(mailbox_redis)
+    store = RedisMailboxStore([client] * SHARDS)
+    await store.open_shard(SHARD, EPOCH, GRANT, LANES)
+    whole = struct.pack(">IIIB", CHUNK, 1, 1, 1)
+    for lane in (LANE, 40):
+        await client.call("HSET", f"{keys.progress_prefix(SHARD)}0", struct.pack(">HIB", 0, 1, lane), whole)
+    row = ProgressRow(chunk_size=CHUNK, chunk_count=1, done=1)
+    assert await store.progress(SHARD, 0, 5) == {(1, LANE): row, (1, 40): row}
+    await store.append(append(chunk(1, ["ann"], lane=3)))
+    new = moved(zero(), 1, lanes=(3, LANE, 40))
+    required = [(1, 3, 1), (1, LANE, 1), (1, 40, 1)]
+    refused = await store.append(append(new=new, required=[*required, (1, 41, 1)]))
+    assert refused.status is AppendStatus.W_MOVED
+    assert (await store.append(append(new=new, required=required))).status is AppendStatus.OK
+    await client.close()
+
+
 # ---------------------------------------------------------------------------------------------- equality with the model
 
 USERS = [f"u{lane}{index}{name}" for lane in range(3) for index in range(2) for name in "ab"]
@@ -283,7 +303,24 @@ def _item(offset: int, lane: int, names: str, index: int, count: int, days_ago: 
     )
 
 
+def _joined(offset: int, names: str, lanes: list[int], days_ago: int) -> ChunkAppend:
+    """The only chunks of some lanes."""
+    return chunk(
+        offset,
+        [f"u{lane}0{name}" for lane in lanes for name in names],
+        lanes=[(lane, len(names)) for lane in lanes],
+        created_at_ms=unix_ms() - days_ago * DAY_MS,
+        conversation_id=f"g:{names}",
+    )
+
+
 _items = st.builds(
+    _joined,
+    st.integers(0, 3),
+    st.sampled_from(["a", "ab"]),
+    st.lists(st.integers(0, 2), min_size=1, unique=True),
+    st.integers(-1, 9),
+) | st.builds(
     _item,
     st.integers(0, 3) | st.sampled_from([1023, 1024]),
     st.integers(0, 2),
@@ -297,7 +334,9 @@ _items = st.builds(
 @st.composite
 def _calls(draw: st.DrawFn) -> tuple[list[ChunkAppend], bool, int, list[tuple[int, int, int]]]:
     items = draw(st.lists(_items, max_size=4))
-    required = [(item.log_offset, item.lane, item.chunk_count) for item in items if draw(st.booleans())]
+    required = [
+        (item.log_offset, lane, item.chunk_count) for item in items for lane, _ in item.lanes if draw(st.booleans())
+    ]
     return items, draw(st.booleans()), draw(st.integers(0, 2)), required
 
 

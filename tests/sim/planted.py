@@ -26,7 +26,7 @@ from qim.shard_workers.fanout.runner import FanoutRole
 from qim.shard_workers.mailbox.dirty import DirtySpreader
 from qim.shard_workers.mailbox.expand import Dispatch
 from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
-from qim.shard_workers.mailbox.lanes import SubTask
+from qim.shard_workers.mailbox.lanes import Work
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
 from qim.shard_workers.mailbox.requests import GatewayRequests
 from qim.stores.api import AppendCall, CommitRequest
@@ -181,27 +181,27 @@ def trimmed_to_newest_c() -> contextlib.AbstractContextManager[None]:
 def chunk_size_changed() -> contextlib.AbstractContextManager[None]:
     """A replay cuts a dispatch into chunks of today's size and believes the bits of yesterday's."""
 
-    def replayed(self: ShardMachine, dispatch: Dispatch, lane: int) -> SubTask | None:
-        task = original(self, dispatch, lane)
-        if task is not None:
-            task.chunk_size = self._chunk_size
-        return task
+    def replayed(self: ShardMachine, dispatch: Dispatch) -> Work | None:
+        work = original(self, dispatch)
+        if work is not None and work.stored:
+            work.stored = {lane: replace(row, chunk_size=self._chunk_size) for lane, row in work.stored.items()}
+        return work
 
     async def append(self: MemoryMailboxStore, call: AppendCall) -> Any:
         held = self._held.shards.get(call.shard)
         for item in call.tenant_items if held is not None else ():
             assert held is not None
-            row = held.progress.get((item.log_offset, item.lane))
-            if row is not None:
-                held.progress[item.log_offset, item.lane] = replace(
-                    row, chunk_size=item.chunk_size, chunk_count=item.chunk_count
-                )
+            lanes = {lane for lane, _ in item.lanes}
+            for (offset, lane), row in list(held.progress.items()):
+                if offset == item.log_offset:
+                    count = item.chunk_count if lane in lanes else row.chunk_count
+                    held.progress[offset, lane] = replace(row, chunk_size=item.chunk_size, chunk_count=count)
         return await append_original(self, call)
 
-    original = ShardMachine._replayed_task
+    original = ShardMachine._replayed
     append_original = MemoryMailboxStore.append
     return _with(
-        mock.patch.object(ShardMachine, "_replayed_task", replayed),
+        mock.patch.object(ShardMachine, "_replayed", replayed),
         mock.patch.object(MemoryMailboxStore, "append", append),
     )
 

@@ -22,9 +22,9 @@ from qim.protocol.qim_pb2 import DispatchEvent, GroupDispatch, MessageRecord, Ou
 from qim.registry.api import epoch_owning
 from qim.runtime.clock import Clock
 from qim.shard_workers.fanout.dispatch import ShardTargets, Source, direct_slots, direct_targets, dispatches
-from qim.shard_workers.mailbox.expand import Dispatch, RecentEvents
+from qim.shard_workers.mailbox.expand import Dispatch, LaneMembers, RecentEvents
 from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
-from qim.shard_workers.mailbox.members import LaneMembers, MemberDirectory
+from qim.shard_workers.mailbox.members import MemberDirectory
 from qim.stores.mailbox_layout import DAY_MS, DAYS_KEPT
 
 SEQ_BUCKET_WIDTH: Final = 4096

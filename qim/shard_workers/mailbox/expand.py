@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from qim.core import ids
@@ -40,6 +42,62 @@ class Member(NamedTuple):
 
     slot: int
     user_id: str
+
+
+class Share(NamedTuple):
+    """Lanes that go to the store together: few members each, or one lane alone."""
+
+    mask: int
+    lanes: tuple[tuple[int, int], ...]
+    """(lane, members of it), ascending."""
+    members: Sequence[Member]
+    """Lane by lane."""
+
+
+class LaneMembers(dict[int, Sequence[Member]]):
+    """Members of a dispatch on one shard: lane -> ascending by slot. Not changed once made: snapshots are shared."""
+
+    __slots__ = ("_cut", "_mask", "_shares")
+
+    def __init__(self, by_lane: Mapping[int, Sequence[Member]] = MappingProxyType({})) -> None:
+        super().__init__((lane, members) for lane, members in sorted(by_lane.items()) if members)
+        self._mask = 0
+        for lane in self:
+            self._mask |= 1 << lane
+        self._cut = (0, 0)
+        self._shares: Sequence[Share] = ()
+
+    @property
+    def mask(self) -> int:
+        """The lanes that have members."""
+        return self._mask
+
+    def shares(self, chunk_size: int, members_max: int) -> Sequence[Share]:
+        """As `shares_of` cuts them; kept for the next dispatch to the same members."""
+        if self._cut != (chunk_size, members_max):
+            self._cut = chunk_size, members_max
+            self._shares = shares_of(self, chunk_size, members_max)
+        return self._shares
+
+
+def shares_of(by_lane: Mapping[int, Sequence[Member]], chunk_size: int, members_max: int) -> list[Share]:
+    """Lanes in order, together while they have at most `members_max` members; one of more than a chunk is alone."""
+    shares: list[Share] = []
+    mask, lanes, together = 0, [], []  # type: int, list[tuple[int, int]], list[Member]
+    for lane, members in by_lane.items():
+        is_alone = len(members) > chunk_size
+        if lanes and (is_alone or len(together) + len(members) > members_max):
+            shares.append(Share(mask, tuple(lanes), together))
+            mask, lanes, together = 0, [], []
+        if is_alone:
+            shares.append(Share(1 << lane, ((lane, len(members)),), members))
+            continue
+        mask |= 1 << lane
+        lanes.append((lane, len(members)))
+        together = [*together, *members]
+    if lanes:
+        shares.append(Share(mask, tuple(lanes), together))
+    return shares
 
 
 class Event:
@@ -90,8 +148,8 @@ class Dispatch:
 
     __slots__ = (
         "offset", "bucket", "source", "follows", "fencing_epoch", "lane_mask", "tenant_id", "conversation_id",
-        "message_id", "sender_id", "direct", "frame", "record", "events", "event_count", "event_prefix", "_ref_seq",
-        "_ref_parts",
+        "message_id", "sender_id", "direct", "created_at_ms", "frame", "record", "events", "event_count",
+        "event_prefix", "_ref_seq", "_ref_parts",
     )  # fmt: skip
 
     def __init__(self, offset: int, value: bytes) -> None:
@@ -108,6 +166,7 @@ class Dispatch:
         self.message_id: bytes = record.message_id
         self.sender_id: str = record.sender_id
         self.direct = self.conversation_id.startswith(ids.DIRECT_PREFIX)
+        self.created_at_ms: int = record.created_at
         self.frame = frame
         self.record: OutboxRecord = record
         self.events: Sequence[Event] = ()
@@ -135,29 +194,39 @@ class Dispatch:
             if event.is_for(user_id)
         ]
 
-    def chunk(self, mailbox_seq: int, members: Sequence[Member]) -> tuple[bytes | list[bytes], list[Recipient]]:
-        """(common, recipients) of a chunk as `ChunkAppend` takes them."""
+    def chunk(
+        self, mailbox_seq: int, lanes: Sequence[tuple[int, int]], members: Sequence[Member]
+    ) -> tuple[bytes | list[bytes], list[Recipient], Sequence[tuple[int, int]]]:
+        """(common, recipients, entries per lane) as `ChunkAppend` takes them; `lanes` = (lane, members of it)."""
         if len(self.events) == 1:
             event = self.events[0]
             if event.plain:
-                return event.common, self._plain_recipients(mailbox_seq, event, members)
-            return event.common, [recipient for recipient, _ in self.recipients(mailbox_seq, members)]
-        made = self.recipients(mailbox_seq, members)
-        return [event.common for _, event in made], [recipient for recipient, _ in made]
+                return event.common, self._plain_recipients(mailbox_seq, event, members), lanes
+        made: list[tuple[Recipient, Event]] = []
+        entries = []
+        first = 0
+        for lane, count in lanes:
+            before = len(made)
+            made += self.recipients(mailbox_seq, members[first : first + count])
+            entries.append((lane, len(made) - before))
+            first += count
+        recipients = [recipient for recipient, _ in made]
+        if len(self.events) == 1:
+            return self.events[0].common, recipients, entries
+        return [event.common for _, event in made], recipients, entries
 
     def _plain_recipients(self, mailbox_seq: int, event: Event, members: Iterable[Member]) -> list[Recipient]:
-        prefix, ordinal, sender_id, event_id_of = self.event_prefix, event.ordinal, self.sender_id, ids.event_id
+        ordinal, sender_id = event.ordinal, self.sender_id
         if self._ref_seq != mailbox_seq:
             self._ref_seq = mailbox_seq
             self._ref_parts = split_ref(encode_ref(mailbox_seq, bytes(8), ordinal, event.flags, MENTION_NONE))
         head, tail = self._ref_parts
-        made = []
-        for _, user_id in members:
-            if user_id == sender_id:
-                made.append(self._recipient(mailbox_seq, event, user_id))
-            else:
-                event_id = event_id_of(prefix, user_id, ordinal)
-                made.append(Recipient(user_id, ordinal, event_id, head + event_id[::-1] + tail))
+        users = [user_id for _, user_id in members]
+        event_ids = ids.event_ids(self.event_prefix, users, ordinal)
+        refs = [head + event_id[::-1] + tail for event_id in event_ids]
+        made = list(map(Recipient, users, repeat(ordinal), event_ids, refs))
+        if sender_id in users:
+            made[users.index(sender_id)] = self._recipient(mailbox_seq, event, sender_id)
         return made
 
     def _recipient(self, mailbox_seq: int, event: Event, user_id: str) -> Recipient:
@@ -244,7 +313,7 @@ def split_entry(entry: bytes) -> tuple[int, bytes]:
     return ref_bytes, entry[at : at + 16]
 
 
-def subjects_by_lane(dispatch: Dispatch, lane_count: int) -> dict[int, list[Member]]:
+def subjects_by_lane(dispatch: Dispatch, lane_count: int) -> LaneMembers:
     """Members named in the record itself, per lane: those of a single chat, or the subjects of its events."""
     slots = {
         user_id: slot
@@ -256,19 +325,19 @@ def subjects_by_lane(dispatch: Dispatch, lane_count: int) -> dict[int, list[Memb
         by_lane.setdefault(ids.lane_id(dispatch.tenant_id, user_id, lane_count), []).append(Member(slot, user_id))
     for members in by_lane.values():
         members.sort()
-    return by_lane
+    return LaneMembers(by_lane)
 
 
 @lru_cache(maxsize=_DIRECT_CACHE_ENTRIES)
 def direct_by_lane(
     tenant_id: str, conversation_id: str, shard: int, lane_count: int, mailbox_shard_count: int
-) -> Mapping[int, Sequence[Member]]:
+) -> LaneMembers:
     """The users of a single chat whose mailbox is in a shard, per lane."""
     by_lane: dict[int, list[Member]] = {}
     for slot, user_id in enumerate(ids.direct_members(conversation_id)):
         if ids.mailbox_shard_id(tenant_id, user_id, mailbox_shard_count) == shard:
             by_lane.setdefault(ids.lane_id(tenant_id, user_id, lane_count), []).append(Member(slot, user_id))
-    return by_lane
+    return LaneMembers(by_lane)
 
 
 def lanes_of(mask: int) -> list[int]:
@@ -283,11 +352,7 @@ def lanes_of(mask: int) -> list[int]:
     return lanes
 
 
-def check_members(dispatch: Dispatch, by_lane: Mapping[int, Sequence[Member]]) -> None:
+def check_members(dispatch: Dispatch, members: LaneMembers) -> None:
     """ValueError when the members found do not fill exactly the lanes the dispatch names: never an empty expansion."""
-    mask = 0
-    for lane, members in by_lane.items():
-        if members:
-            mask |= 1 << lane
-    if mask != dispatch.lane_mask:
-        raise ValueError(f"members fill lanes {mask:#x}, the dispatch names {dispatch.lane_mask:#x}")
+    if members.mask != dispatch.lane_mask:
+        raise ValueError(f"members fill lanes {members.mask:#x}, the dispatch names {dispatch.lane_mask:#x}")

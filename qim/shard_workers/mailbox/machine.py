@@ -7,15 +7,15 @@ with a call ends in `restore`: nothing in memory outlives a doubt, everything is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Final
 
 from qim.core.seq import LaneVector, log_offset_of, mailbox_seq
 from qim.registry.api import EpochBoundary, epoch_owning, owners_of_any
-from qim.shard_workers.mailbox.expand import Dispatch, Member, RecentEvents, lanes_of
+from qim.shard_workers.mailbox.expand import Dispatch, LaneMembers, RecentEvents, lanes_of, shares_of
 from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
-from qim.shard_workers.mailbox.lanes import HoldChunk, LaneQueues, SubTask
+from qim.shard_workers.mailbox.lanes import HoldChunk, LaneQueues, SubTask, Work
 from qim.stores.api import AppendCall, ChunkAppend, ProgressRow, ShardState, Watermarks
 
 FOLD_SAVE_RECORDS: Final = 4096
@@ -33,10 +33,10 @@ class PlannedCall:
 
     __slots__ = ("append", "covered", "state", "incarnation", "sent_ms")
 
-    def __init__(self, append: AppendCall, covered: list[SubTask], incarnation: int, now_ms: float) -> None:
+    def __init__(self, append: AppendCall, covered: list[tuple[Work, int]], incarnation: int, now_ms: float) -> None:
         self.append = append
         self.covered = covered
-        """Sub-tasks W passes with this call, per lane ascending."""
+        """(work, mask of lanes) W passes with this call, per lane ascending."""
         self.state = CallState.SENT
         self.incarnation = incarnation
         self.sent_ms = now_ms
@@ -47,9 +47,10 @@ class ShardMachine:
 
     __slots__ = (
         "shard", "shard_epoch", "lane_count", "high", "acked", "published", "refused", "incarnation", "lanes",
-        "boundaries", "_own_start", "_own_base", "_takeover_high", "_chunk_size", "_entries_max", "_sent", "_floor",
+        "boundaries", "_own_start", "_own_base", "_takeover_high", "_chunk_size", "_entries_max", "_join_lanes",
+        "_sent", "_floor",
         "_fold", "_snapshots", "_progress", "_in_flight", "_stored_w", "_seen_w", "_moved_ms", "_waiting",
-        "_may_work", "_recent", "_top", "saved_offset", "read_only", "regressions", "_owners",
+        "_may_work", "_recent", "_top", "_level", "saved_offset", "read_only", "regressions", "_owners",
     )  # fmt: skip
 
     def __init__(
@@ -61,8 +62,10 @@ class ShardMachine:
         chunk_size: int,
         entries_max: int,
         recent: RecentEvents | None = None,
+        join_lanes: bool = True,
     ) -> None:
-        """`recent` may be shared by the shards of a process."""
+        """`recent` may be shared by the shards of a process. `join_lanes`: small shares of several lanes go to the
+        store together; a test that holds single lanes back says no."""
         self.shard = shard
         self.shard_epoch = shard_epoch
         self.lane_count = lane_count
@@ -89,9 +92,12 @@ class ShardMachine:
         self._takeover_high = 0
         self._chunk_size = chunk_size
         self._entries_max = entries_max
+        self._join_lanes = join_lanes
         self._sent = LaneVector.zero(lane_count)
         self._top = 0
         """No lane was sent beyond it."""
+        self._level = -1
+        """The value every lane was sent, -1 when they differ."""
         self._floor: list[int] = [0] * lane_count
         self._fold = AdmissionFold()
         self._snapshots: deque[tuple[int, bytes]] = deque()
@@ -100,7 +106,8 @@ class ShardMachine:
         self._stored_w: list[int] = [0] * lane_count
         self._seen_w: list[int] = [0] * lane_count
         self._moved_ms: list[float] = [0.0] * lane_count
-        self._waiting: dict[int, list[SubTask]] = {}
+        self._waiting: dict[int, Work] = {}
+        """Works whose members are not known yet, by offset."""
         self._may_work = False
         self._recent = recent or RecentEvents()
 
@@ -141,6 +148,7 @@ class ShardMachine:
         self._top = max(state.watermarks.values)
         if self._top >= self.seq_of(high):
             self.regressions += 1  # the next record would lie below what clients may have been told
+        self._level = -1
         self._moved_ms = [now_ms] * self.lane_count
         floor = self.seq_of(self._takeover_high - 1)
         self._floor = [max(floor, told) for told in self.published]
@@ -161,57 +169,78 @@ class ShardMachine:
 
     # ------------------------------------------------------------------------------------------------------ admission
 
-    def admit(self, dispatch: Dispatch) -> tuple[Verdict, list[SubTask]]:
-        """Fold the next record; the sub-tasks it makes wait for `members_known`. Folded-over ones make none."""
+    def admit(self, dispatch: Dispatch) -> tuple[Verdict, Work | None]:
+        """Fold the next record; the work it makes waits for `members_known`. One that is folded over makes none, nor
+        does one that W has passed on every lane."""
         offset = dispatch.offset
         verdict = self._fold.admit(offset, dispatch.bucket, dispatch.source, dispatch.fencing_epoch, dispatch.follows)
         self._may_work = True
-        tasks: list[SubTask] = []
+        work = None
         if verdict is Verdict.ADMITTED:
-            replayed = offset < self.high
-            for lane in lanes_of(dispatch.lane_mask):
-                if lane in self.refused:
-                    continue
-                if not replayed:
-                    tasks.append(SubTask(dispatch, lane, self._chunk_size))
-                elif (task := self._replayed_task(dispatch, lane)) is not None:
-                    tasks.append(task)
-            if self.read_only:
-                tasks = []
-            if tasks:
-                dispatch.prepare(self._recent)
+            if offset < self.high:
+                work = self._replayed(dispatch)
+            else:
+                mask = dispatch.lane_mask
+                for lane in self.refused:
+                    mask &= ~(1 << lane)
+                work = Work(dispatch, mask) if mask else None
         if self._fold.next_offset % FOLD_SAVE_RECORDS == 0 and len(self._snapshots) < FOLD_SNAPSHOTS_MAX:
             self._snapshots.append((offset, self._fold.encode()))
         if self._fold.next_offset == self.high:
             self._progress = {}
-        for task in tasks:
-            self.lanes.add(task)
-        if tasks:
-            self._waiting[offset] = tasks
-        return verdict, tasks
+        if self.read_only:
+            work = None
+        if work is not None:
+            dispatch.prepare(self._recent)
+            self.lanes.add(work)
+            self._waiting[offset] = work
+        return verdict, work
 
-    def _replayed_task(self, dispatch: Dispatch, lane: int) -> SubTask | None:
-        """The sub-task of a record that may have been worked on before; refuses the lane if W passed it unfinished."""
-        offset = dispatch.offset
-        row = self._progress.get((offset, lane))
-        if self._stored_w[lane] and log_offset_of(self._stored_w[lane]) >= offset:
-            if row is None or row.done != (1 << row.chunk_count) - 1:
+    def _replayed(self, dispatch: Dispatch) -> Work | None:
+        """The work of a record that may have been worked on before; a lane whose W passed it unfinished is refused."""
+        offset, mask = dispatch.offset, 0
+        stored: dict[int, ProgressRow] = {}
+        for lane in lanes_of(dispatch.lane_mask):
+            row = self._progress.get((offset, lane))
+            if row is not None:
+                stored[lane] = row
+            if lane in self.refused:
+                continue
+            if not self._stored_w[lane] or log_offset_of(self._stored_w[lane]) < offset:
+                mask |= 1 << lane
+            elif row is None or row.done != (1 << row.chunk_count) - 1:
                 self.refused[lane] = self.seq_of(offset - 1)
-            return None
-        if row is None:
-            return SubTask(dispatch, lane, self._chunk_size)
-        return SubTask(dispatch, lane, row.chunk_size, row.done)
+        return Work(dispatch, mask, stored) if mask else None
 
-    def members_known(
-        self, dispatch: Dispatch, members: Mapping[int, Sequence[Member]], incarnation: int, now_ms: float
-    ) -> None:
-        """Members per lane of an admitted dispatch arrived; ignored when the shard was restored since."""
+    def members_known(self, dispatch: Dispatch, members: LaneMembers, incarnation: int, now_ms: float) -> None:
+        """Members of an admitted dispatch arrived; ignored when the shard was restored since."""
         if incarnation != self.incarnation:
             return
-        for task in self._waiting.pop(dispatch.offset, ()):
-            task.expand(members[task.lane], now_ms)
-            self.lanes.make_ready(task)
+        work = self._waiting.pop(dispatch.offset, None)
+        if work is not None:
+            self.lanes.make_ready(work, self._cut(work, members), now_ms)
         self._may_work = True
+
+    def _cut(self, work: Work, members: LaneMembers) -> list[SubTask]:
+        """Sub-tasks of a work. What was begun is done again as it was begun: with its chunk size, lane by lane."""
+        members_max = self._entries_max // work.dispatch.event_count if self._join_lanes else 0
+        stored = work.stored
+        if not stored and work.mask == members.mask:
+            size = self._chunk_size
+            return [
+                SubTask(work, lanes, share, size, mask=mask) for mask, lanes, share in members.shares(size, members_max)
+            ]
+        tasks = []
+        size = self._chunk_size
+        for lane, row in (stored or {}).items():
+            size = row.chunk_size
+            if work.mask >> lane & 1:
+                lanes = ((lane, len(members[lane])),)
+                tasks.append(SubTask(work, lanes, members[lane], size, mask=1 << lane, done=row.done))
+        begun = stored or ()
+        rest = {lane: share for lane, share in members.items() if work.mask >> lane & 1 and lane not in begun}
+        shares = shares_of(rest, size, members_max)
+        return tasks + [SubTask(work, lanes, share, size, mask=mask) for mask, lanes, share in shares]
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -231,7 +260,7 @@ class ShardMachine:
         watermarks = None
         fold, fold_offset = None, -1
         if new != self._sent:
-            required = [(task.offset, task.lane, task.chunk_count) for task in covered]
+            required = [row for work, mask in covered for row in _required(work, mask)]
             watermarks = Watermarks(previous=self._sent, new=new, required=required)
             self._sent = new
             while self._snapshots and self.seq_of(self._snapshots[0][0]) <= new.minimum():
@@ -251,51 +280,53 @@ class ShardMachine:
         return call
 
     def _item(self, task: SubTask, chunk: int) -> ChunkAppend:
-        dispatch = task.dispatch
-        seq = self.seq_of(task.offset)
-        common, recipients = dispatch.chunk(seq, task.chunk_members(chunk))
+        work = task.work
+        dispatch, offset = work.dispatch, work.offset
+        seq = self.seq_of(offset)
+        lanes, members = task.lanes, task.members
+        if task.chunk_count > 1:
+            members = task.chunk_members(chunk)
+            lanes = ((lanes[0][0], len(members)),)
+        common, recipients, lanes = dispatch.chunk(seq, lanes, members)
         if task.chunk_count == 1 and dispatch.event_count == 1:
             task.built = recipients
         return ChunkAppend(
-            log_offset=task.offset,
-            lane=task.lane,
-            chunk_index=chunk,
-            chunk_count=task.chunk_count,
-            chunk_size=task.chunk_size,
-            mailbox_seq=seq,
-            tenant_id=dispatch.tenant_id,
-            conversation_id=dispatch.conversation_id,
-            created_at_ms=dispatch.record.created_at,
-            common=common,
-            recipients=recipients,
-        )
+            offset, lanes, chunk, task.chunk_count, task.chunk_size, seq, dispatch.tenant_id,
+            dispatch.conversation_id, dispatch.created_at_ms, common, recipients,
+        )  # fmt: skip
 
-    def _advance(self) -> tuple[LaneVector, list[SubTask]]:
-        """W every lane may have once all chunks given so far are stored, and the sub-tasks passed by it."""
-        sent = self._sent.values
+    def _advance(self) -> tuple[LaneVector, list[tuple[Work, int]]]:
+        """W every lane may have once all chunks given so far are stored, and the works passed by it: (work, lanes)."""
+        sent, lanes = self._sent, self.lanes
         end = self.seq_of(self.next_offset - 1)
+        covered = lanes.passed()
+        active = lanes.active()
+        if end >= self._top and not active and not self.refused:
+            if end == self._level:
+                return sent, covered
+            self._top = self._level = end
+            return LaneVector.level(end, self.lane_count), covered
+        self._level = -1
         if end >= self._top:
             new = [end] * self.lane_count
             self._top = end
         else:
-            new = [end if end > value else value for value in sent]
-        covered: list[SubTask] = []
-        for lane_id in self.lanes.active():
-            covered += self.lanes.pop_given(lane_id)
-            head = self.lanes.head(lane_id)
-            if head is not None:
-                new[lane_id] = max(sent[lane_id], self.seq_of(head.offset - 1))
-        for lane_id in self.refused:
-            new[lane_id] = sent[lane_id]
+            new = [end if end > value else value for value in sent.values]
+        for lane in active:
+            head = lanes.head(lane)
+            assert head is not None
+            new[lane] = max(sent[lane], self.seq_of(head.offset - 1))
+        for lane in self.refused:
+            new[lane] = sent[lane]
         return LaneVector(tuple(new)), covered
 
-    def answered(self, call: PlannedCall) -> list[SubTask]:
-        """The store took the call. Returns the sub-tasks now covered by the acknowledged W, in order; calls are
+    def answered(self, call: PlannedCall) -> list[tuple[Work, int]]:
+        """The store took the call. Returns (work, mask of lanes) now covered by the acknowledged W; calls are
         acknowledged in the order they were sent."""
         if call.incarnation != self.incarnation:
             return []
         call.state = CallState.OK
-        covered: list[SubTask] = []
+        covered: list[tuple[Work, int]] = []
         while self._in_flight and self._in_flight[0].state is CallState.OK:
             first = self._in_flight.popleft()
             covered += first.covered
@@ -352,3 +383,15 @@ class ShardMachine:
             self._seen_w[lane] = self.acked[lane]
             self._moved_ms[lane] = now_ms
         return now_ms - self._moved_ms[lane]
+
+
+def _required(work: Work, mask: int) -> Iterator[tuple[int, int, int]]:
+    """What the store must find complete before W passes the lanes: (offset, mask of lanes, their chunk count)."""
+    single = 0
+    for task in work.tasks:
+        if task.chunk_count == 1:
+            single |= task.mask
+        elif task.mask & mask:
+            yield work.offset, task.mask, task.chunk_count
+    if single & mask:
+        yield work.offset, single & mask, 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
 from typing import Final
 
 from pyroaring import BitMap
@@ -18,6 +18,7 @@ from qim.errors import StoreError
 from qim.obs import metrics
 from qim.shard_workers.mailbox.expand import (
     Dispatch,
+    LaneMembers,
     Member,
     check_members,
     direct_by_lane,
@@ -33,7 +34,6 @@ CACHE_BYTES: Final = 64 << 20
 _HITS: Final = metrics.MEMBER_BITMAP_CACHE_TOTAL.labels(result="hit")
 _MISSES: Final = metrics.MEMBER_BITMAP_CACHE_TOTAL.labels(result="miss")
 
-LaneMembers = Mapping[int, Sequence[Member]]
 _Key = tuple[str, str, int, int]
 
 
@@ -111,7 +111,7 @@ class MemberDirectory:
                 raise StoreError(f"group {group_id} version {version}: slot {slot} of shard {shard} has no user")
             lane = ids.lane_id(tenant_id, user_id, self._lane_count)
             by_lane.setdefault(lane, []).append(Member(slot, user_id))
-        return by_lane
+        return LaneMembers(by_lane)
 
     def _remember(self, key: _Key, snapshot: LaneMembers) -> None:
         size_bytes = MEMBER_BYTES * sum(map(len, snapshot.values()))

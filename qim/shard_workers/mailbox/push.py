@@ -20,7 +20,7 @@ from qim.runtime.crash_point import BEFORE_PUSH, crash_point
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.mailbox.bodies import BodyReader
 from qim.shard_workers.mailbox.expand import Dispatch, Event
-from qim.shard_workers.mailbox.lanes import SubTask
+from qim.shard_workers.mailbox.lanes import Work
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 from qim.stores.api import Recipient
 
@@ -37,9 +37,10 @@ LARGE_GROUP_MEMBERS: Final = 1000
 
 
 class Covered(NamedTuple):
-    """A sub-task W has passed, with the `mailbox_seq` of its entries."""
+    """A dispatch that W has passed on some lanes (a mask), with the `mailbox_seq` of its entries."""
 
-    task: SubTask
+    work: Work
+    lanes: int
     mailbox_seq: int
 
 
@@ -91,7 +92,7 @@ class PushPump:
             if not batches:
                 continue
             if waiting is None:
-                body = self._bodies.of_dispatch(message[0].task.dispatch.record)
+                body = self._bodies.of_dispatch(message[0].work.dispatch.record)
                 if body is not None:
                     self._send(message, batches, body.fragment)
                     continue
@@ -108,7 +109,7 @@ class PushPump:
             batch = [waiting[at] for at in range(min(len(waiting), JOIN_ITEMS_MAX))]
             records = {}
             for message in batch:
-                dispatch = message[0].task.dispatch
+                dispatch = message[0].work.dispatch
                 if self._bodies.of_dispatch(dispatch.record) is None:
                     records[dispatch.message_id] = dispatch.record
             try:
@@ -119,7 +120,7 @@ class PushPump:
                 bodies = {}
             for _ in batch:
                 message = waiting.popleft()
-                dispatch = message[0].task.dispatch
+                dispatch = message[0].work.dispatch
                 fragment = bodies.get(dispatch.message_id)
                 if fragment is None and (body := self._bodies.of_dispatch(dispatch.record)) is not None:
                     fragment = body.fragment
@@ -132,7 +133,7 @@ class PushPump:
     def _address(self, message: Sequence[Covered]) -> _Batches:
         """Who is online for a message, by gateway and event."""
         batches: _Batches = {}
-        users = self._index.users_of(message[0].task.dispatch.tenant_id)
+        users = self._index.users_of(message[0].work.dispatch.tenant_id)
         if not users:
             return batches
         for item in message:
@@ -152,14 +153,14 @@ class PushPump:
 
     def _send(self, message: Sequence[Covered], batches: _Batches, fragment: bytes) -> None:
         """Queue the push of a message."""
-        dispatch = message[0].task.dispatch
+        dispatch = message[0].work.dispatch
         priority = self._priority(dispatch)
         for (gateway, event), rows in batches.items():
             self._queue(gateway, priority, encode_push_batch(dispatch.tenant_id, event.reference + fragment, rows))
 
     def _miss(self, message: Sequence[Covered]) -> None:
-        users = self._index.users_of(message[0].task.dispatch.tenant_id)
-        members = (member for item in message for member in item.task.members or ())
+        users = self._index.users_of(message[0].work.dispatch.tenant_id)
+        members = (member for item in message for task in item.work.tasks for member in task.members_on(item.lanes))
         self._on_missed([device for member in members for device in users.get(member.user_id, ())])
 
     def _priority(self, dispatch: Dispatch) -> Priority:
@@ -200,15 +201,18 @@ def _by_dispatch(items: Iterable[Covered]) -> list[list[Covered]]:
     """Items of one dispatch together, dispatches in log order: what a user gets still ascends."""
     messages: dict[int, list[Covered]] = {}
     for item in items:
-        messages.setdefault(item.task.offset, []).append(item)
+        messages.setdefault(item.work.offset, []).append(item)
     return [messages[offset] for offset in sorted(messages)] if len(messages) > 1 else list(messages.values())
 
 
 def _entries(item: Covered, users: Collection[str]) -> Iterable[tuple[Recipient, Event]]:
     """The entries of some members of a covered item: those written, or made again after a replay."""
-    task, dispatch = item.task, item.task.dispatch
-    if task.built is not None:
-        event = dispatch.events[0]
-        return [(recipient, event) for recipient in task.built if recipient.user_id in users]
-    assert task.members is not None
-    return dispatch.recipients(item.mailbox_seq, [member for member in task.members if member.user_id in users])
+    dispatch = item.work.dispatch
+    for task in item.work.tasks:
+        lanes = task.mask & item.lanes
+        if task.built is not None and lanes == task.mask:
+            event = dispatch.events[0]
+            yield from [(recipient, event) for recipient in task.built if recipient[0] in users]
+        elif lanes:
+            members = [member for member in task.members_on(lanes) if member.user_id in users]
+            yield from dispatch.recipients(item.mailbox_seq, members)

@@ -262,6 +262,7 @@ class MailboxRole:
             chunk_size=settings.append_chunk_members,
             entries_max=settings.append_entries_max,
             recent=self._recent,
+            join_lanes=self._chunk_gate is None,
         )
         runner = ShardRunner(grant, machine, self._calls_to(self._instance_of(grant.shard_id)), self._services)
         self._shards[grant.shard_id] = runner

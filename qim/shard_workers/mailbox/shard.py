@@ -24,10 +24,10 @@ from qim.runtime.crash_point import AFTER_CHUNK, AFTER_WATERMARK, crash_point
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.feed import GAP_WAIT_MS, LogFeed
 from qim.shard_workers.mailbox.calls import CallScheduler
-from qim.shard_workers.mailbox.expand import Dispatch
+from qim.shard_workers.mailbox.expand import Dispatch, LaneMembers
 from qim.shard_workers.mailbox.fold import Verdict
 from qim.shard_workers.mailbox.machine import PlannedCall, ShardMachine
-from qim.shard_workers.mailbox.members import LaneMembers, MemberDirectory
+from qim.shard_workers.mailbox.members import MemberDirectory
 from qim.shard_workers.mailbox.push import Covered, PushPump
 from qim.stores.api import AppendResult, AppendStatus, ChunkAppend, MailboxStore, ProgressRow, ShardState
 
@@ -208,7 +208,7 @@ class ShardRunner:
     def _admit(self, record: LogRecord) -> None:
         dispatch = Dispatch(record.offset, record.value)
         refused = len(self.machine.refused)
-        verdict, tasks = self.machine.admit(dispatch)
+        verdict, work = self.machine.admit(dispatch)
         if len(self.machine.refused) != refused:
             self._alert_refused(list(self.machine.refused)[refused:])
         if verdict is Verdict.DUPLICATE:
@@ -219,7 +219,7 @@ class ShardRunner:
             metrics.STALE_EPOCH_DISPATCH_DROPPED_TOTAL.inc()
             log.error("stale_dispatch_dropped", mailbox_shard=self.shard, offset=record.offset, bucket=dispatch.bucket,
                       epoch=dispatch.fencing_epoch)  # fmt: skip
-        if not tasks:
+        if work is None:
             return
         members: LaneMembers | None = None
         try:
@@ -318,7 +318,7 @@ class ShardRunner:
             self._quiet.set()
         if covered:
             seq_of = machine.seq_of
-            self._services.pushes.push(self.shard, [Covered(task, seq_of(task.offset)) for task in covered])
+            self._services.pushes.push(self.shard, [Covered(work, mask, seq_of(work.offset)) for work, mask in covered])
         self.pump()
         if self._feed.read_due_in_ms(self._now_ms()) <= 0:
             self._wake_up()

@@ -11,7 +11,8 @@ single ones.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 from qim.core.ids import conversation_kind, mailbox_shard_id
@@ -46,6 +47,8 @@ from qim.stores.redis.scripts import Script
 _KNOWN_ENTRIES_MAX: Final = 1 << 17
 """Bound of each memory of what the server has (about 10 MiB a process when full); past it the memory starts afresh."""
 
+_LANE_LISTS_MAX: Final = 1 << 14
+
 _OPEN: Final = Script("mailbox_open")
 _APPEND: Final = Script("mailbox_append")
 _RANGE: Final = Script("mailbox_range")
@@ -61,9 +64,12 @@ _APPEND_STATUS: Final = {
     2: AppendStatus.CHUNK_SIZE,
     _STALE: AppendStatus.W_MOVED,
 }
-_ITEM: Final = struct.Struct(">HIBQIIIBHBHHH")
-_REQUIRED: Final = struct.Struct(">HIBHI")
-_ROW_KEY: Final = struct.Struct(">HIB")
+_ITEM: Final = struct.Struct(">HIQIIIQHBBHH")
+_LANE: Final = struct.Struct(">BH")
+_REQUIRED: Final = struct.Struct(">HIBHQI")
+_WHOLE_LANES: Final = 255
+_OFFSET_BYTES: Final = 6
+_WHOLE_ROW: Final = struct.Struct(">IQQ")
 _ROW: Final = struct.Struct(">III")
 _BYTE: Final = tuple(bytes((value,)) for value in range(256))
 
@@ -73,38 +79,36 @@ def be64(value: int) -> bytes:
 
 
 class _Known:
-    """Which names of a group (scope, name) the server has; bounded, forgetting is harmless."""
+    """Names of a group (scope, name) that the server has, each with its key; bounded, forgetting is harmless."""
 
-    __slots__ = ("_count", "_names")
+    __slots__ = ("_count", "_groups")
 
     def __init__(self) -> None:
-        self._names: dict[tuple[str, str], set[str]] = {}
+        self._groups: dict[tuple[str, str], dict[str, str]] = {}
         self._count = 0
 
-    def has(self, group: tuple[str, str], name: str) -> bool:
-        known = self._names.get(group)
-        return known is not None and name in known
+    def of(self, group: tuple[str, str]) -> Mapping[str, str]:
+        """name -> key."""
+        return self._groups.get(group) or _NOTHING_KNOWN
 
-    def missing(self, group: tuple[str, str], names: Sequence[str]) -> list[str]:
-        known = self._names.get(group)
-        return [name for name in names if name not in known] if known else list(names)
-
-    def add(self, group: tuple[str, str], names: Sequence[str]) -> None:
+    def add(self, group: tuple[str, str], names: Mapping[str, str]) -> None:
         if self._count + len(names) > _KNOWN_ENTRIES_MAX:
             self.clear()
-        self._names.setdefault(group, set()).update(names)
+        self._groups.setdefault(group, {}).update(names)
         self._count += len(names)
 
     def forget(self, name: str) -> None:
         """In every group: those of a few days."""
-        for names in self._names.values():
-            if name in names:
-                names.discard(name)
+        for names in self._groups.values():
+            if names.pop(name, None) is not None:
                 self._count -= 1
 
     def clear(self) -> None:
-        self._names.clear()
+        self._groups.clear()
         self._count = 0
+
+
+_NOTHING_KNOWN: Final[Mapping[str, str]] = {}
 
 
 class _Instance:
@@ -118,7 +122,7 @@ class _Instance:
         self.loaded: set[int] = set()
         """Shards opened or loaded on this connection; calls of others are refused."""
         self.day_keys = _Known()
-        """(tenant, day) -> users whose day key has its expiry."""
+        """(tenant, day) -> users whose day key has its expiry, with that key."""
         self.conversations = _Known()
         """(tenant, conversation) -> users whose set has it."""
 
@@ -198,12 +202,17 @@ class RedisMailboxStore:
         for block in range(first_offset // PROGRESS_BLOCK_OFFSETS, last_offset // PROGRESS_BLOCK_OFFSETS + 1):
             flat: list[bytes] = await client.call("HGETALL", f"{prefix}{block}")
             for name, value in zip(flat[::2], flat[1::2], strict=True):
-                offset_high, offset_low, lane = _ROW_KEY.unpack(name)
-                offset = offset_high << 32 | offset_low
-                if first_offset <= offset <= last_offset:
-                    size, count, _ = _ROW.unpack_from(value)
-                    done = int.from_bytes(value[_ROW.size :], "little")
-                    rows[offset, lane] = ProgressRow(chunk_size=size, chunk_count=count, done=done)
+                offset = int.from_bytes(name[:_OFFSET_BYTES], "big")
+                if not first_offset <= offset <= last_offset:
+                    continue
+                if len(name) == _OFFSET_BYTES:
+                    size, whole, _ = _WHOLE_ROW.unpack(value)
+                    row = ProgressRow(chunk_size=size, chunk_count=1, done=1)
+                    rows.update(((offset, lane), row) for lane in range(whole.bit_length()) if whole >> lane & 1)
+                    continue
+                size, count, _ = _ROW.unpack_from(value)
+                done = int.from_bytes(value[_ROW.size :], "little")
+                rows[offset, name[_OFFSET_BYTES]] = ProgressRow(chunk_size=size, chunk_count=count, done=done)
         return rows
 
     async def range_scan(self, request: RangeRequest) -> RangePage:
@@ -315,7 +324,7 @@ class _AppendEncoder:
         self._instance = instance
         self._blocks: dict[int, int] = {}
         self._days: dict[int, int] = {}
-        self._learned: list[tuple[_Known, tuple[str, str], list[str]]] = []
+        self._learned: list[tuple[_Known, tuple[str, str], Mapping[str, str]]] = []
         previous, new, required = self._watermarks(call)
         self.arguments: list[Argument] = [
             call.shard_epoch, previous, new, required, b"", len(call.tenant_items),
@@ -341,68 +350,83 @@ class _AppendEncoder:
         if moves is None:
             return b"", b"", b""
         # An only chunk that this call appends is complete afterwards, whatever was stored.
-        whole = {(item.log_offset, item.lane, 1) for item in call.tenant_items if item.chunk_count == 1}
-        required = b"".join(
-            _REQUIRED.pack(row[0] >> 32, row[0] & 0xFFFFFFFF, row[1], self._block_index(row[0]), row[2])
-            for row in moves.required
-            if row not in whole
-        )
-        return moves.previous.pack(), moves.new.pack(), required
+        own: dict[int, int] = {}
+        for item in call.tenant_items:
+            if item.chunk_count == 1:
+                own[item.log_offset] = own.get(item.log_offset, 0) | _packed_lanes(tuple(item.lanes))[0]
+        required = []
+        for offset, mask, count in moves.required:
+            where = offset >> 32, offset & 0xFFFFFFFF
+            if count == 1:
+                mask &= ~own.get(offset, 0)
+                if mask:
+                    required.append(_REQUIRED.pack(*where, _WHOLE_LANES, self._block_index(offset), mask, 1))
+                continue
+            block = self._block_index(offset)
+            lanes = [lane for lane in range(mask.bit_length()) if mask >> lane & 1]
+            required += [_REQUIRED.pack(*where, lane, block, 1 << lane, count) for lane in lanes]
+        return moves.previous.pack(), moves.new.pack(), b"".join(required)
 
     def _block_index(self, offset: int) -> int:
         return self._blocks.setdefault(offset // PROGRESS_BLOCK_OFFSETS, len(self._blocks))
 
     def _add_item(self, item: ChunkAppend) -> None:
         day = item.created_at_ms // DAY_MS
-        dated_group, seen_group = (item.tenant_id, str(day)), (item.tenant_id, item.conversation_id)
         recipients, common, known = item.recipients, item.common, self._instance
-        if len(recipients) == 1 and isinstance(common, bytes):
-            # One member of a small group: most items there are, so they take the short way.
-            user_id, ordinal, event_id, ref = recipients[0]
-            if known.day_keys.has(dated_group, user_id) and known.conversations.has(seen_group, user_id):
-                mailbox = f"{keys.mailbox_prefix(item.tenant_id, user_id)}{day}"
-                header = self._header(item, day, 0, 0)
-                self.arguments += (header, common, mailbox, _BYTE[ordinal] + event_id + ref)
+        dated = known.day_keys.of((item.tenant_id, str(day)))
+        seen = known.conversations.of((item.tenant_id, item.conversation_id))
+        if isinstance(common, bytes) and not [row for row in recipients if row[0] not in seen]:
+            try:
+                parts = [
+                    part
+                    for user_id, ordinal, event_id, ref in recipients
+                    for part in (dated[user_id], _BYTE[ordinal] + event_id + ref)
+                ]
+            except KeyError:
+                parts = []
+            if parts:
+                arguments = self.arguments
+                arguments += (self._header(item, day, False, 0), common)
+                arguments += parts
                 return
-        self._add_recipients(item, day, dated_group, seen_group)
+        self._add_unknown(item, day, dated, seen)
 
-    def _add_recipients(
-        self, item: ChunkAppend, day: int, dated_group: tuple[str, str], seen_group: tuple[str, str]
-    ) -> None:
-        tenant_id = item.tenant_id
-        recipients = item.recipients
-        users = [recipient.user_id for recipient in recipients]
-        known = self._instance
-        undated = known.day_keys.missing(dated_group, users)
-        unseen = known.conversations.missing(seen_group, users)
+    def _add_unknown(self, item: ChunkAppend, day: int, dated: Mapping[str, str], seen: Mapping[str, str]) -> None:
+        """An item of which not all users are known to the server, or with commons of their own."""
+        tenant_id, known, recipients = item.tenant_id, self._instance, item.recipients
+        users = {recipient.user_id: "" for recipient in recipients}
+        undated = {user: f"{keys.mailbox_prefix(tenant_id, user)}{day}" for user in users if user not in dated}
+        unseen = {user: keys.user_conversations(tenant_id, user) for user in users if user not in seen}
         shared, commons = (item.common, ()) if isinstance(item.common, bytes) else (b"", item.common)
         arguments = self.arguments
-        header_at = len(arguments)
-        arguments += (b"", shared)
+        arguments += (self._header(item, day, bool(undated), len(unseen)), shared)
         if unseen:
-            unseen = list(dict.fromkeys(unseen))
-            self._learned.append((known.conversations, seen_group, unseen))
+            self._learned.append((known.conversations, (tenant_id, item.conversation_id), dict.fromkeys(unseen, "")))
             arguments += (item.conversation_id, f"{conversation_kind(item.conversation_id)}:{item.created_at_ms}")
-            arguments += (keys.user_conversations(tenant_id, user) for user in unseen)
-        order: Sequence[int] | Iterator[int] = range(len(users))
+            arguments += unseen.values()
         if undated:
-            self._learned.append((known.day_keys, dated_group, undated))
-            first = set(undated)
-            order = sorted(order, key=lambda i: users[i] not in first)
-        for i in order:
-            recipient = recipients[i]
-            tail = _BYTE[recipient.event_ordinal] + recipient.event_id + recipient.ref
-            mailbox = f"{keys.mailbox_prefix(tenant_id, users[i])}{day}"
-            arguments += (mailbox, tail + commons[i] if commons else tail)
-        arguments[header_at] = self._header(item, day, len(undated), len(unseen))
+            self._learned.append((known.day_keys, (tenant_id, str(day)), undated))
+        for i, (user_id, ordinal, event_id, ref) in enumerate(recipients):
+            tail = _BYTE[ordinal] + event_id + ref
+            arguments += (dated.get(user_id) or undated[user_id], tail + commons[i] if commons else tail)
 
-    def _header(self, item: ChunkAppend, day: int, undated: int, unseen: int) -> bytes:
-        offset, lane = item.log_offset, item.lane
+    def _header(self, item: ChunkAppend, day: int, may_be_new: bool, unseen: int) -> bytes:
+        offset = item.log_offset
+        mask, lanes = _packed_lanes(tuple(item.lanes))
         return _ITEM.pack(
-            offset >> 32, offset & 0xFFFFFFFF, lane, item.mailbox_seq, item.chunk_index, item.chunk_size,
-            item.chunk_count, lane, self._block_index(offset), self._days.setdefault(day, len(self._days)),
-            undated, unseen, len(item.recipients),
-        )  # fmt: skip
+            offset >> 32, offset & 0xFFFFFFFF, item.mailbox_seq, item.chunk_index, item.chunk_size, item.chunk_count,
+            mask, self._block_index(offset), self._days.setdefault(day, len(self._days)), may_be_new, unseen,
+            len(item.recipients),
+        ) + lanes  # fmt: skip
+
+
+@lru_cache(maxsize=_LANE_LISTS_MAX)
+def _packed_lanes(lanes: tuple[tuple[int, int], ...]) -> tuple[int, bytes]:
+    """(mask, lanes as the script takes them): those of a snapshot come with every message."""
+    mask = 0
+    for lane, _ in lanes:
+        mask |= 1 << lane
+    return mask, b"".join(_LANE.pack(lane, count) for lane, count in lanes)
 
 
 def _refuse(code: int, shard: int, shard_epoch: int) -> None:

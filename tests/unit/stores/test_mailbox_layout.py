@@ -14,7 +14,7 @@ ZERO = LaneVector.zero(2)
 def item(*, index: int = 0, count: int = 1, recipients: int = 1) -> ChunkAppend:
     return ChunkAppend(
         log_offset=0,
-        lane=0,
+        lanes=[(0, recipients)],
         chunk_index=index,
         chunk_count=count,
         chunk_size=100,

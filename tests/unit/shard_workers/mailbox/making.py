@@ -70,8 +70,8 @@ def packed_dispatch(
 def admit(machine: ShardMachine, packed: bytes, *, members: bool = True, now_ms: float = 0) -> Dispatch:
     """Admit the next record of a shard; its members are known at once unless told otherwise."""
     dispatch = Dispatch(machine.next_offset, packed)
-    _, tasks = machine.admit(dispatch)
-    if tasks and members:
+    _, work = machine.admit(dispatch)
+    if work is not None and members:
         know(machine, dispatch, now_ms=now_ms)
     return dispatch
 

@@ -40,8 +40,9 @@ class FakeShard:
         self.hurried = hurried
         self.left = calls
         self.item = ChunkAppend(
-            log_offset=0, lane=0, chunk_index=0, chunk_count=1, chunk_size=1, mailbox_seq=1, tenant_id="t",
-            conversation_id="g:g", created_at_ms=0, common=b"", recipients=[Recipient("u", 0, b"", b"")] * entries,
+            log_offset=0, lanes=[(0, entries)], chunk_index=0, chunk_count=1, chunk_size=1, mailbox_seq=1,
+            tenant_id="t", conversation_id="g:g", created_at_ms=0, common=b"",
+            recipients=[Recipient("u", 0, b"", b"")] * entries,
         )  # fmt: skip
         self.machine = self
         self.events: list[str] = []

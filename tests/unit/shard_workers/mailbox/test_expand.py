@@ -10,6 +10,7 @@ from qim.protocol.qim_pb2 import Entry, MentionRule, OutboxRecord
 from qim.shard_workers.mailbox.expand import (
     RECENT_MESSAGES_MAX,
     Dispatch,
+    LaneMembers,
     Member,
     RecentEvents,
     check_members,
@@ -33,7 +34,7 @@ def dispatch(**options: object) -> Dispatch:
 
 
 def entries(made: Dispatch, members: list[Member] = MEMBERS) -> list[Entry]:
-    common, recipients = made.chunk(SEQ, members)
+    common, recipients, _ = made.chunk(SEQ, [(0, len(members))], members)
     commons = [common] * len(recipients) if isinstance(common, bytes) else common
     return [Entry.FromString(r.ref + shared) for r, shared in zip(recipients, commons, strict=True)]
 
@@ -70,7 +71,9 @@ def test_an_event_group_shares_its_seq_and_differs_in_ordinal() -> None:
 
 
 def test_chunks_of_a_replay_are_byte_identical() -> None:
-    assert dispatch(event_types=(1, 3)).chunk(SEQ, MEMBERS) == dispatch(event_types=(1, 3)).chunk(SEQ, MEMBERS)
+    again, lanes = dispatch(event_types=(1, 3)), [(0, 2), (1, 1)]
+    assert dispatch(event_types=(1, 3)).chunk(SEQ, lanes, MEMBERS) == again.chunk(SEQ, lanes, MEMBERS)
+    assert again.chunk(SEQ, lanes, MEMBERS)[2] == [(0, 4), (1, 2)], "entries per lane"
 
 
 def test_a_user_gets_only_the_events_that_name_it() -> None:
@@ -89,7 +92,7 @@ def test_the_ref_and_the_message_id_of_a_stored_entry_are_found_without_parsing(
     made = Dispatch(0, packed_dispatch(["sender", "u1"], conversation_seq=seq, event_types=(event_type,)))
     made.record.client_message_id = client_message_id
     made.prepare(RecentEvents())
-    common, recipients = made.chunk(SEQ, [Member(0, "sender"), Member(1, "u1")])
+    common, recipients, _ = made.chunk(SEQ, [(0, 2)], [Member(0, "sender"), Member(1, "u1")])
     assert isinstance(common, bytes)
     for recipient in recipients:
         assert split_entry(recipient.ref + common) == (len(recipient.ref), made.message_id)
@@ -155,9 +158,21 @@ def test_members_must_fill_the_lanes_the_dispatch_names() -> None:
     made = Dispatch(0, packed_dispatch(["u1"]))
     check_members(made, subjects_by_lane(made, 4))
     with pytest.raises(ValueError, match="the dispatch names"):
-        check_members(made, {})
+        check_members(made, LaneMembers())
 
 
 @given(st.sets(st.integers(0, 63)))
 def test_lanes_of_a_mask(lanes: set[int]) -> None:
     assert lanes_of(sum(1 << lane for lane in lanes)) == sorted(lanes)
+
+
+def test_lanes_with_few_members_go_together_and_one_of_several_chunks_alone() -> None:
+    by_lane = {lane: [Member(n, f"{lane}/{n}") for n in range(count)] for lane, count in enumerate([2, 3, 1, 9, 4, 4])}
+    members = LaneMembers(by_lane)
+    assert members.mask == 0b111111
+    shares = members.shares(5, 6)
+    assert [share.lanes for share in shares] == [((0, 2), (1, 3), (2, 1)), ((3, 9),), ((4, 4),), ((5, 4),)]
+    assert [share.mask for share in shares] == [0b111, 0b1000, 0b10000, 0b100000]
+    assert [member for share in shares for member in share.members] == [m for found in by_lane.values() for m in found]
+    assert members.shares(5, 6) is shares, "the next dispatch to the same members"
+    assert [share.lanes for share in members.shares(5, 0)] == [((lane, len(by_lane[lane])),) for lane in range(6)]

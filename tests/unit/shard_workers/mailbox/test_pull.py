@@ -37,9 +37,10 @@ class PullScene:
         )
         dispatch.prepare(RecentEvents())
         seq = mailbox_seq(1, offset)
-        common, recipients = dispatch.chunk(seq, [Member(0, USER)])
+        common, recipients, _ = dispatch.chunk(seq, [(LANE, 1)], [Member(0, USER)])
         item = ChunkAppend(
-            log_offset=offset, lane=LANE, chunk_index=0, chunk_count=1, chunk_size=100, mailbox_seq=seq,
+            log_offset=offset, lanes=[(LANE, len(recipients))], chunk_index=0, chunk_count=1,
+            chunk_size=100, mailbox_seq=seq,
             tenant_id=TENANT, conversation_id="g:g", created_at_ms=START_MS, common=common, recipients=recipients,
         )  # fmt: skip
         call = AppendCall(shard=0, shard_epoch=1, tenant_items=[item], watermarks=None)

@@ -12,7 +12,7 @@ from qim.protocol.qim_pb2 import DispatchEvent, Entry, GroupDispatch, OutboxReco
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.mailbox import push
 from qim.shard_workers.mailbox.expand import Dispatch, Member, RecentEvents
-from qim.shard_workers.mailbox.lanes import SubTask
+from qim.shard_workers.mailbox.lanes import SubTask, Work
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 from qim.shard_workers.mailbox.push import Covered, PushPump
 from tests.unit.shard_workers.mailbox.bodies_scene import TENANT, Scene
@@ -69,9 +69,9 @@ class PushScene:
         frame = GroupDispatch(record=record, member_count=member_count)
         dispatch = Dispatch(offset, frame.SerializeToString())
         dispatch.prepare(RecentEvents())
-        task = SubTask(dispatch, 0, 100)
-        task.expand(MEMBERS, 0)
-        return Covered(task, 1 << 48 | offset)
+        work = Work(dispatch, 1)
+        work.tasks = [SubTask(work, [(0, len(MEMBERS))], MEMBERS, 100, mask=1)]
+        return Covered(work, 1, 1 << 48 | offset)
 
     def pushed(self, connection: int) -> list[Entry]:
         return [
@@ -196,3 +196,21 @@ async def test_the_channel_follows_the_size_of_the_conversation(
     scene.pump.push(0, [await scene.covered("text", 0, conversation_id=conversation_id, member_count=members)])
     await rest()
     assert [found for _, found, _ in scene.frames] == [priority]
+
+
+async def test_only_the_lanes_that_w_passed_are_pushed() -> None:
+    scene = PushScene()
+    scene.online("alice", 1)
+    scene.online("bob", 2)
+    scene.pump.push(0, [await scene.covered("warm the key", 0)])
+    await rest()
+    scene.frames.clear()
+    work = (await scene.covered("text", 1)).work
+    (task,) = work.tasks
+    work.mask = task.mask = 0b1001
+    task.lanes = [(0, 1), (3, 1)]
+    _, task.built, _ = work.dispatch.chunk(1 << 48 | 1, task.lanes, task.members)
+    for lanes, passed in ((0b1000, [0, 1]), (0b0001, [1, 1]), (0b1001, [2, 2])):
+        scene.pump.push(0, [Covered(work, lanes, 1 << 48 | 1)])
+        await rest()
+        assert [len(scene.texts(connection)) for connection in (1, 2)] == passed

@@ -27,7 +27,8 @@ BOB_SHARD = ids.mailbox_shard_id(TENANT, "bob", SHARDS)
 
 def chunk(users: list[str]) -> ChunkAppend:
     return ChunkAppend(
-        log_offset=0, lane=0, chunk_index=0, chunk_count=1, chunk_size=100, mailbox_seq=1, tenant_id="t",
+        log_offset=0, lanes=[(0, len(users))], chunk_index=0, chunk_count=1, chunk_size=100, mailbox_seq=1,
+        tenant_id="t",
         conversation_id="dm:a:b", created_at_ms=0, common=b"",
         recipients=[Recipient(user, 0, bytes(8), b"") for user in users],
     )  # fmt: skip
