@@ -34,7 +34,8 @@ OTHERS_FROM = 9_200
 """The users of the other lanes have one entry each from here on."""
 ATTEMPTS = 10
 ALERT = "qim_mailbox_lane_refused"
-_ROW_KEY = struct.Struct(">HIB")
+_ROW = struct.Struct(">IQQ")
+"""chunk_size, mask of the lanes whose only chunk is done, mask of those with a row of their own."""
 _BLOCK_OFFSETS = 1024
 
 (USER,) = named_users(1, shard=SHARD, lane=LANE, prefix="d")
@@ -51,13 +52,12 @@ class Stored(NamedTuple):
 
 
 def progress_rows(node: Node, first: int, last: int) -> dict[bytes, bytes]:
-    """Rows of the refused lane whose offset is in [first, last]."""
+    """Rows in which the refused lane is done, of offsets in [first, last]."""
     found: dict[bytes, bytes] = {}
     with connected(node.mailbox_address) as store:
         for block in range(first // _BLOCK_OFFSETS, last // _BLOCK_OFFSETS + 1):
             for field, row in store.hgetall(f"{keys.progress_prefix(SHARD)}{block}").items():
-                high, low, lane = _ROW_KEY.unpack(field)
-                if lane == LANE and first <= high << 32 | low <= last:
+                if _ROW.unpack(row)[1] >> LANE & 1 and first <= int.from_bytes(field, "big") <= last:
                     found[field] = row
     return found
 
@@ -67,9 +67,9 @@ def delete_done_bits(node: Node) -> int:
     rows = progress_rows(node, RECOMPUTED + 1, FLOOR)
     with connected(node.mailbox_address) as store:
         for field, row in rows.items():
-            high, low, _ = _ROW_KEY.unpack(field)
-            name = f"{keys.progress_prefix(SHARD)}{(high << 32 | low) // _BLOCK_OFFSETS}"
-            store.hset(name, field, row[:8] + bytes(len(row) - 8))
+            size, done, several = _ROW.unpack(row)
+            name = f"{keys.progress_prefix(SHARD)}{int.from_bytes(field, 'big') // _BLOCK_OFFSETS}"
+            store.hset(name, field, _ROW.pack(size, done & ~(1 << LANE), several))
     return len(rows)
 
 
