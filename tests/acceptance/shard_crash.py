@@ -23,6 +23,7 @@ SHARD: Final = 0
 _BLOCK_OFFSETS: Final = 1024
 _DAY_MS: Final = 86_400_000
 _ROW: Final = struct.Struct(">III")
+_OFFSET_ROW: Final = struct.Struct(">IQQ")
 _LOOK: Final = """
 -- KEYS: 1 progress block, then mailboxes. ARGV: first and last prefix of the entries, then the rows' fields
 local counts = {}
@@ -74,7 +75,7 @@ class Expansion:
         self._tenant = tenant
         self._chunk_members = chunk_members
         self._block = f"{keys.progress_prefix(SHARD)}{offset // _BLOCK_OFFSETS}"
-        self._fields = [offset.to_bytes(6, "big") + bytes((lane,)) for lane in members]
+        self._fields = [offset.to_bytes(6, "big") + bytes((lane,)) for lane in members] + [offset.to_bytes(6, "big")]
         self._script = server.register_script(_LOOK)
         self.total = sum(-(-len(users) // chunk_members) for users in members.values())
 
@@ -96,9 +97,12 @@ class Expansion:
         prefixes = (mailbox_seq.to_bytes(8, "big"), (mailbox_seq + 1).to_bytes(8, "big"))
         counts, rows = self._script(keys=[self._block, *names], args=[*prefixes, *self._fields])
         done = differing = at = 0
-        for (_, lane_users), row in zip(self._members.items(), rows, strict=True):
-            bits = 0
+        whole = _lanes_done(rows.pop())
+        for (lane, lane_users), row in zip(self._members.items(), rows, strict=True):
+            bits = whole >> lane & 1
+            done += bits
             if row is not None:
+                assert not bits, "one chunk, or several"
                 size, count, stored = _ROW.unpack_from(row)
                 assert (size, count) == (self._chunk_members, -(-len(lane_users) // size))
                 bits = int.from_bytes(row[_ROW.size :], "little")
@@ -122,4 +126,13 @@ class Expansion:
 
     def _chunks_done(self) -> int:
         rows = cast(list[bytes | None], self._server.hmget(self._block, self._fields))
-        return sum(_ROW.unpack_from(row)[2] for row in rows if row is not None)
+        whole = _lanes_done(rows.pop())
+        return whole.bit_count() + sum(_ROW.unpack_from(row)[2] for row in rows if row is not None)
+
+
+def _lanes_done(row: bytes | None) -> int:
+    """Mask of the lanes whose only chunk is done."""
+    if row is None:
+        return 0
+    done: int = _OFFSET_ROW.unpack(row)[1]
+    return done

@@ -56,9 +56,12 @@ def progress_rows(node: Node, first: int, last: int) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
     with connected(node.mailbox_address) as store:
         for block in range(first // _BLOCK_OFFSETS, last // _BLOCK_OFFSETS + 1):
-            for field, row in store.hgetall(f"{keys.progress_prefix(SHARD)}{block}").items():
-                if _ROW.unpack(row)[1] >> LANE & 1 and first <= int.from_bytes(field, "big") <= last:
-                    found[field] = row
+            block_rows = store.hgetall(f"{keys.progress_prefix(SHARD)}{block}").items()
+            found |= {
+                field: row
+                for field, row in block_rows
+                if _ROW.unpack(row)[1] >> LANE & 1 and first <= int.from_bytes(field, "big") <= last
+            }
     return found
 
 
