@@ -126,8 +126,8 @@ class Expansion:
 
     def _chunks_done(self) -> int:
         rows = cast(list[bytes | None], self._server.hmget(self._block, self._fields))
-        whole = _lanes_done(rows.pop())
-        return whole.bit_count() + sum(_ROW.unpack_from(row)[2] for row in rows if row is not None)
+        several: int = sum(_ROW.unpack_from(row)[2] for row in rows[:-1] if row is not None)
+        return _lanes_done(rows[-1]).bit_count() + several
 
 
 def _lanes_done(row: bytes | None) -> int:
