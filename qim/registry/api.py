@@ -104,6 +104,8 @@ class Beat(NamedTuple):
     """id -> the member an operator wants it at."""
     lost: frozenset[int]
     """Ids the asker believed to hold and does not."""
+    surplus: frozenset[int] = frozenset()
+    """Ids it holds and did not name: one of its questions was executed after its connection had broken."""
 
 
 class Answer(NamedTuple):

@@ -270,6 +270,10 @@ class LeaseMachine:
             self._wanted = [
                 owner_of(shard_id, beat.owners, beat.pins) == self._owner for shard_id in range(len(self._states))
             ]
+        # What it does not want it must not hold unknowingly: everybody else would wait for it for ever.
+        unwanted = [n for n in sorted(beat.surplus) if self._states[n] is State.FREE and not self._wanted[n]]
+        if unwanted:
+            actions.append(Release(self.incarnation, tuple(unwanted)))
         return actions + self.tick(now_ms)
 
     def beat_failed(self, now_ms: float) -> list[Action]:

@@ -83,7 +83,8 @@ class MemoryShardRegistry:
         beats[grant_id] = _Beat(now_ms, owner, process)
         owners = {beat.owner for beat in beats.values() if now_ms - beat.at_ms < ttl_ms}
         lost = frozenset(shard_id for shard_id in held if not self._has(kind, shard_id, grant_id))
-        return Beat(tuple(sorted(owners)), dict(self._pins[kind]), lost)
+        mine = {shard_id for shard_id in self._leases[kind] if self._has(kind, shard_id, grant_id)}
+        return Beat(tuple(sorted(owners)), dict(self._pins[kind]), lost, frozenset(mine.difference(held)))
 
     async def acquire(
         self, kind: LeaseKind, shard_ids: Sequence[int], owner: str, grant_id: str, *, wait_ms: int

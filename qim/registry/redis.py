@@ -62,13 +62,14 @@ class RedisShardRegistry:
         self, kind: LeaseKind, owner: str, process: str, grant_id: str, held: Sequence[int], *, ttl_ms: int
     ) -> Beat:
         names = (keys.registry_beats(kind), keys.registry_leases(kind), keys.registry_pins(kind), keys.REGISTRY_VERSION)
-        owners, pins, lost = await _BEAT(
+        owners, pins, lost, surplus = await _BEAT(
             self._client, names, (owner, process, grant_id, ttl_ms, ttl_ms * _FORGET_TTLS, *held)
         )
         return Beat(
             tuple(sorted(name.decode() for name in owners)),
             {int(shard_id): member.decode() for shard_id, member in _pairs(pins)},
             frozenset(map(int, lost)),
+            frozenset(map(int, surplus)),
         )
 
     async def acquire(

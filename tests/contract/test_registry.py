@@ -103,6 +103,15 @@ class ShardRegistryContract:
         answers = await self.registry.acquire(BUCKET, ids, owner, grant_id, wait_ms=wait_ms)
         return [answers[shard_id].epoch for shard_id in ids]
 
+    async def test_a_beat_tells_what_is_held_and_what_is_not(self) -> None:
+        await self.acquire("writer-0", "g0", [0, 1, 2])
+        await self.acquire("writer-1", "g1", [3])
+        beat = await self.beat("writer-0", "g0", held=[1, 3, 4])
+        assert (set(beat.lost), set(beat.surplus)) == ({3, 4}, {0, 2})
+        await self.registry.release(BUCKET, [0, 1, 2], "g0")
+        beat = await self.beat("writer-0", "g0", held=[1])
+        assert (set(beat.lost), sorted(beat.surplus)) == ({1}, [])
+
     async def test_a_lease_is_granted_to_one_until_it_is_given_back(self) -> None:
         await self.beat("writer-0", "g0")
         assert await self.acquire("writer-0", "g0", [0, 1]) == [1, 1]

@@ -399,3 +399,12 @@ def test_a_grant_above_the_last_epoch_is_refused() -> None:
     registry = MemoryShardRegistry()
     registry._leases[KIND][0] = Grant(KIND, 0, "", SHARD_EPOCH_MAX, "")
     assert run_now(registry.acquire(KIND, [0, 1], "m-0", "g", wait_ms=1)) == {0: Answer(0, -1), 1: Answer(1)}
+
+
+def test_what_it_holds_unknowingly_and_does_not_want_is_given_back() -> None:
+    """A question that was executed late: the id must not stay with somebody who believes it is another's."""
+    machine = LeaseMachine(LeaseKind.CONVERSATION_BUCKET, 4, "m-0", TIMES)
+    machine.tick(0)
+    actions = machine.beaten(1, Beat(("m-0", "m-1"), {}, frozenset(), frozenset({0, 1, 3})), 1)
+    assert Release(1, (1, 3)) in actions
+    assert [action.shard_ids for action in actions if isinstance(action, Ask)] == [(0, 2)]

@@ -2,20 +2,30 @@
 -- KEYS: 1 hash grant id -> "<last beat> <owner> <process>"  2 hash id -> "<epoch> <owner> <grant id>"
 --   3 hash id -> pinned member  4 version of the route map
 -- ARGV: 1 owner  2 process  3 grant id  4 ttl, ms  5 age at which a beat is forgotten, ms, then the ids believed held
--- RETURN: {{live owners}, {id, member, ... of pins}, {ids not held}}
+-- RETURN: {{live owners}, {id, member, ... of pins}, {ids not held}, {ids of the grant it does not know of}}
 -- Atomicity: one step; the server's clock alone decides. The first write is the only one that can fail.
 -- Complexity: O(members + ids).
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local beats = redis.call('HGETALL', KEYS[1])
-local lost = {}
-if #ARGV > 5 then
-  local rows = redis.call('HMGET', KEYS[2], unpack(ARGV, 6))
-  for i, row in ipairs(rows) do
-    if not row or string.match(row, '^%d+ %S+ (%S+)$') ~= ARGV[3] then
-      lost[#lost + 1] = ARGV[i + 5]
+local leases = redis.call('HGETALL', KEYS[2])
+local held, lost, surplus = {}, {}, {}
+for i = 6, #ARGV do
+  held[ARGV[i]] = true
+end
+for i = 1, #leases, 2 do
+  if string.match(leases[i + 1], '^%d+ %S+ (%S+)$') == ARGV[3] then
+    if held[leases[i]] then
+      held[leases[i]] = nil
+    else
+      surplus[#surplus + 1] = leases[i]
     end
+  end
+end
+for i = 6, #ARGV do
+  if held[ARGV[i]] then
+    lost[#lost + 1] = ARGV[i]
   end
 end
 local pins = redis.call('HGETALL', KEYS[3])
@@ -35,4 +45,4 @@ for i = 1, #beats, 2 do
     redis.call('HDEL', KEYS[1], beats[i])
   end
 end
-return {owners, pins, lost}
+return {owners, pins, lost, surplus}
