@@ -37,7 +37,7 @@ from tests.chaos.alarms import alarms
 from tests.chaos.faults import FaultKind, Ground, Surroundings, selected
 from tests.chaos.judge import judge
 from tests.chaos.load import Load
-from tests.chaos.table import NOT_RECOVERED_S, FaultResult, text
+from tests.chaos.table import NOT_RECOVERED, FaultResult, Recovery, text
 from tests.support.faults.broker import running_split_cluster
 from tests.support.faults.clock import HostClock
 from tests.support.faults.full_disk import small_disk
@@ -81,7 +81,7 @@ class Injection:
         self._probe = probe
         self._clock = SystemClock()
         self._timeout_s = timeout_s
-        self._recovery: asyncio.Task[float] | None = None
+        self._recovery: asyncio.Task[Recovery] | None = None
 
     async def busy(self) -> None:
         """Return when something is in flight, or after BUSY_TIMEOUT_S."""
@@ -97,14 +97,14 @@ class Injection:
         self.met = len(waiting) + (self._load.admin_call_since_ms > 0) + self._above_w()
         self._recovery = asyncio.create_task(self._recovered(waiting, now_ms))
 
-    async def recovery_s(self) -> float:
-        """Seconds from the strike until everything in flight then, and sent in the second after it, had arrived."""
+    async def recovery(self) -> Recovery:
+        """How long everything in flight at the strike, and sent in the second after it, took to arrive."""
         assert self._recovery is not None, "the fault never struck"
         return await self._recovery
 
-    async def _recovered(self, waiting: frozenset[str], started_ms: float) -> float:
+    async def _recovered(self, waiting: frozenset[str], started_ms: float) -> Recovery:
         """What took no longer than SLOW_MS was not touched by the fault and does not count."""
-        pending, seen_ms, last_ms = set(waiting), started_ms, started_ms
+        pending, seen_ms, last_ms, last_new_ms = set(waiting), started_ms, started_ms, started_ms
         while True:
             await asyncio.sleep(_LOOK_S)
             now_ms = self._clock.monotonic_ms()
@@ -113,13 +113,15 @@ class Injection:
                 seen_ms = now_ms
             left = set(self._load.unfinished(pending))
             for name in pending - left:
-                if name in waiting or now_ms - self._load.sent_at_ms(name) > SLOW_MS:
+                if name in waiting:
                     last_ms = now_ms
+                elif now_ms - self._load.sent_at_ms(name) > SLOW_MS:
+                    last_ms = last_new_ms = now_ms
             pending = left
             if not pending and now_ms >= started_ms + FIRST_SECOND_MS:
-                return (last_ms - started_ms) / 1000
+                return Recovery((last_new_ms - started_ms) / 1000, (last_ms - started_ms) / 1000)
             if now_ms >= started_ms + self._timeout_s * 1000:
-                return NOT_RECOVERED_S
+                return NOT_RECOVERED
 
     def _above_w(self) -> int:
         try:
@@ -169,7 +171,7 @@ async def _play(fault: FaultKind, ground: Ground, run_dir: RunDir, result: Fault
             injection = Injection(ground, load, probe, fault.recovery_timeout_s)
             await injection.busy()
             await fault.act(injection, number)
-            result.recovery_s.append(await injection.recovery_s())
+            result.recoveries.append(await injection.recovery())
             result.met.append(injection.met)
         await load.end()
         conversations, converged = await load.settle(SETTLE_S)

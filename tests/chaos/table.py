@@ -6,12 +6,23 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from qim.app.replay.checker import Finding
 from tests.chaos.judge import HARM_OF, Harm, count
 
-NOT_RECOVERED_S: Final = -1.0
+
+class Recovery(NamedTuple):
+    """Seconds from the beginning of a fault, its own length included; messages count when they are acknowledged and on
+    every connected screen."""
+
+    back_s: float
+    """Until that was so of what was sent in the fault's first second."""
+    all_s: float
+    """And of what was in flight when it began."""
+
+
+NOT_RECOVERED: Final = Recovery(-1.0, -1.0)
 FINDINGS_SHOWN_MAX: Final = 10
 
 
@@ -26,9 +37,8 @@ class FaultResult:
     met: list[int] = field(default_factory=list)
     """Per injection: messages not acknowledged or not on every connected screen, admin calls without an answer, and
     dispatches above W, at that moment."""
-    recovery_s: list[float] = field(default_factory=list)
-    """Per injection: from its start until everything sent by the end of its first second was acknowledged and on every
-    connected screen; NOT_RECOVERED_S if that did not happen in time."""
+    recoveries: list[Recovery] = field(default_factory=list)
+    """Per injection; NOT_RECOVERED if it did not happen in time."""
     sent: int = 0
     findings: Sequence[Finding] = ()
     orphans: int = 0
@@ -40,7 +50,7 @@ class FaultResult:
 
     def harms(self) -> Counter[Harm]:
         counts = count(self.findings)
-        counts[Harm.STUCK] += sum(1 for seconds in self.recovery_s if seconds == NOT_RECOVERED_S)
+        counts[Harm.STUCK] += self.recoveries.count(NOT_RECOVERED)
         return counts
 
     def failures(self) -> list[str]:
@@ -63,7 +73,9 @@ def text(results: Sequence[FaultResult]) -> str:
         "fault",
         "injected",
         "met",
-        "P50 s",
+        "back P50 s",
+        "max s",
+        "all P50 s",
         "max s",
         *(harm.value for harm in Harm),
         "orphans",
@@ -94,14 +106,14 @@ def text(results: Sequence[FaultResult]) -> str:
 
 
 def _row(result: FaultResult) -> list[str]:
-    recovered = [seconds for seconds in result.recovery_s if seconds != NOT_RECOVERED_S]
+    recovered = [recovery for recovery in result.recoveries if recovery != NOT_RECOVERED]
+    times: list[list[float]] = [[recovery[at] for recovery in recovered] for at in range(2)]
     harms = result.harms()
     return [
         result.name,
         str(len(result.met)),
         str(sum(1 for number in result.met if number)),
-        f"{median(recovered):.2f}" if recovered else "-",
-        f"{max(recovered):.2f}" if recovered else "-",
+        *(f"{of(seconds):.2f}" if seconds else "-" for seconds in times for of in (median, max)),
         *(str(harms[harm]) for harm in Harm),
         str(result.orphans),
         str(len(result.alarms)),
