@@ -94,7 +94,7 @@ class SendQueue:
         self._in_flight: dict[int, Pending] = {}
         """By request id, oldest first."""
         self._online = False
-        self._delayed: set[str] = set()
+        self._delayed: dict[str, None] = {}
         """Conversations waiting for their due time."""
         self._probed_id = 0
 
@@ -166,7 +166,7 @@ class SendQueue:
             return
         if own is None:
             line.due_ms = now_ms + self._options.look_retry_ms
-            self._delayed.add(conversation_id)
+            self._delayed[conversation_id] = None
             return
         for pending in list(line.queue):
             found = own.get(pending.request.client_message_id)
@@ -205,7 +205,7 @@ class SendQueue:
     def tick(self, now_ms: int) -> bool:
         """Send what became due; True when an answer is overdue and the link should be probed."""
         for conversation_id in [c for c in self._delayed if now_ms >= self._lines[c].due_ms]:
-            self._delayed.discard(conversation_id)
+            del self._delayed[conversation_id]
             line = self._lines[conversation_id]
             if line.looking:
                 self._out.append(LookThrough(conversation_id=conversation_id))
@@ -241,7 +241,7 @@ class SendQueue:
         if not self._online or line.stopped or line.looking or not line.queue:
             return
         if now_ms < line.due_ms:
-            self._delayed.add(line.conversation_id)
+            self._delayed[line.conversation_id] = None
             return
         queue = line.queue
         last = min(len(queue), self._options.ahead_max)
@@ -291,7 +291,7 @@ class SendQueue:
         self._pump(line, now_ms)
         if not line.queue:
             self._lines.pop(line.conversation_id, None)
-            self._delayed.discard(line.conversation_id)
+            self._delayed.pop(line.conversation_id, None)
 
     def _delay_ms(self, line: _Line, error: pb.Error) -> int:
         if error.detail == Detail.OUT_OF_ORDER:

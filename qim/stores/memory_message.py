@@ -80,7 +80,7 @@ class MemoryMessageStore:
         self._buckets: dict[int, _Bucket] = defaultdict(_Bucket)
         self._heads: dict[tuple[str, str], ConversationHead] = {}
         self._records: dict[tuple[str, str, int], bytes] = {}
-        self._places: set[StoredName] = set()
+        self._places: dict[StoredName, None] = {}
         self._groups: dict[tuple[str, str], _Group] = {}
         self._staged: dict[tuple[str, str], _Group] = {}
 
@@ -217,7 +217,7 @@ class MemoryMessageStore:
             updated_at_ms=request.created_at_ms,
         )
         self._records[(*name, seq)] = request.record
-        self._places.add(StoredName(bucket, *name))
+        self._places[StoredName(bucket, *name)] = None
         state.hlc = request.message_id
         state.outbox.append(struct.pack("<BQ", 0x09, seq) + request.outbox)
         state.dedup[request.tenant_id, request.sender_id, request.client_message_id] = _Dedup(

@@ -271,7 +271,7 @@ class Oracle:
                     self.committed[record.client_message_id] = (
                         record.conversation_id, record.conversation_seq, record.message_id,
                     )  # fmt: skip
-                for user in self._audience(record):
+                for user in sorted(self._audience(record)):
                     self._must.setdefault(user, set()).add(record.message_id)
             self._outbox_read[bucket] = len(records)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +41,23 @@ def test_a_seed_ends_with_everything_in_its_place(seed: int) -> None:
 def test_a_seed_is_the_same_run_every_time() -> None:
     first, second = run_seed(7), run_seed(7)
     assert (first.fingerprint, first.trace) == (second.fingerprint, second.trace)
+
+
+def test_a_run_does_not_depend_on_the_order_of_sets() -> None:
+    """Two interpreters that hash strings differently; the seed is one that did."""
+    program = "from tests.sim.run import run_seed; run = run_seed(492); print(run.fingerprint, *run.trace, sep='\\n')"
+    first, second = (
+        subprocess.run(
+            (sys.executable, "-c", program),
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "1")
+    )
+    assert first == second
 
 
 @pytest.mark.parametrize("rule", QUICK)

@@ -28,7 +28,7 @@ class DirtySpreader:
         self._backplane = backplane
         self._index = index
         self._due: dict[tuple[str, int], tuple[float, OnlineDevice]] = {}
-        self._missed_gateways: set[str] = set()
+        self._missed_gateways: dict[str, None] = {}
         self._links_down: set[str] = set()
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class DirtySpreader:
     def gateway_missed(self, gateway: str) -> None:
         """A frame for a gateway was dropped: mark all its connections, once the link works again if it is down."""
         if gateway not in self._links_down:
-            self._missed_gateways.add(gateway)
+            self._missed_gateways[gateway] = None
 
     def link_changed(self, gateway: str, up: bool, now_ms: float) -> None:
         """While a link is down nothing more is noted: when it is up again every connection is marked."""
@@ -61,10 +61,11 @@ class DirtySpreader:
         frames: dict[tuple[str, int], list[OnlineDevice]] = {}
         for device in due:
             del self._due[device.identity()]
-            # By identity: a session that was opened again under a new shard epoch is another object, same connection.
-            present = self._index.devices_of(device.tenant_id, device.user_id)
-            if any(other.identity() == device.identity() for other in present):
-                frames.setdefault((device.gateway, device.shard), []).append(device)
+            # What is in the index now, by identity: a client that had to AUTH again has a greater session epoch on the
+            # same connection, and the gateway takes no mark for the session it replaced.
+            for present in self._index.devices_of(device.tenant_id, device.user_id):
+                if present.identity() == device.identity():
+                    frames.setdefault((present.gateway, present.shard), []).append(present)
         for (gateway, shard), devices in frames.items():
             frame = MarkDirty(
                 devices=map(_target, devices), shard=shard, shard_epoch=shard_epochs.get(shard, 0)

@@ -82,6 +82,15 @@ def test_retry_after_is_obeyed_with_jitter() -> None:
     assert player.wait(1) == [("SEND_MESSAGE", "a", "")]
 
 
+def test_lines_that_are_due_at_once_go_on_in_the_order_they_began_to_wait() -> None:
+    player = Player().go_live()
+    names = [f"dm:u1:u{n}" for n in range(9, 1, -1)]
+    for attempt, conversation_id in enumerate(names):
+        send(player, conversation_id, conversation_id=conversation_id)
+        refuse(player, attempt, retry_after_ms=1000)
+    assert player.wait(1_000) == [("SEND_MESSAGE", name, "") for name in names]
+
+
 def test_out_of_order_alone_is_tried_again_soon_and_ever_slower() -> None:
     player = Player().go_live()
     send(player, "a")

@@ -71,6 +71,18 @@ async def test_a_mark_survives_a_session_that_was_opened_again() -> None:
     assert [(frame.shard_epoch, len(frame.devices)) for frame in scene.gateway.dirty] == [(9, 1)]
 
 
+async def test_a_mark_names_the_session_that_replaced_the_one_it_was_made_for() -> None:
+    """A client whose login was refused may AUTH again on its connection: the gateway drops what names the old epoch."""
+    scene = Scene()
+    scene.dirty.mark(scene.devices, 0, spread_ms=SPREAD_MS)
+    again = OnlineDevice("t", "u0", "d", gateway="gateway-0", connection_id=0, session_epoch=2, shard=0, lane=0)
+    scene.index.open(again)
+    scene.dirty.mark([again], 0)
+    assert scene.sent(SPREAD_MS) == 1
+    await asyncio.sleep(0)
+    assert [device.session_epoch for frame in scene.gateway.dirty for device in frame.devices] == [2]
+
+
 async def test_a_dropped_frame_marks_every_connection_of_its_gateway() -> None:
     scene = Scene(3)
     scene.dirty.gateway_missed("gateway-0")
