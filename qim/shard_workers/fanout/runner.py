@@ -464,7 +464,8 @@ class FanoutRole:
                 continue
             for (shard, value), offset in zip(records, result, strict=True):
                 hints.setdefault(shard, []).append((offset, value))
-            self._appended(partition, len(records))
+            if self._owns(partition):  # a checkpoint that was fenced meanwhile has dropped it, and what it had made
+                self._appended(partition, len(records))
         self._hint(hints)
         if self._due:
             self._pump_soon()

@@ -9,7 +9,7 @@ import pytest
 
 from qim.commit_log.api import AppendRun, LogRecord
 from qim.core import ids
-from qim.errors import StoreError, StoreUnavailable
+from qim.errors import Fenced, StoreError, StoreUnavailable
 from qim.protocol.qim_pb2 import GroupDispatch, LogHint, OutboxRecord
 from qim.shard_workers.fanout.runner import contiguous_hints, created_at_ms
 from tests.unit.shard_workers.pipeline import BUCKETS, SHARDS, TENANT, Pipeline, eventually
@@ -60,6 +60,35 @@ async def test_a_refused_append_is_repeated_in_order(world: Pipeline, monkeypatc
     assert sorted(set(found)) == [0, 1, 2]
     last = [found.index(n) for n in (0, 1, 2)]
     assert last == sorted(last)
+
+
+async def test_an_append_that_ends_after_its_partition_was_fenced_harms_nobody(
+    world: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = world.dispatch_log.append_each
+    fenced, ended = asyncio.Event(), asyncio.Event()
+
+    async def save(*_: int) -> None:
+        fenced.set()
+        raise Fenced("another fan-out owns the partition")
+
+    async def slow(runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        if await sources(world):
+            await fenced.wait()
+            await asyncio.sleep(0.01)
+            ended.set()
+        return await append(runs)
+
+    monkeypatch.setattr(world.checkpoints, "save", save)
+    monkeypatch.setattr(world.dispatch_log, "append_each", slow)
+    await world.start_fanout()
+    for n in range(2):
+        await world.send(AB, "alice", f"{n}")
+        await dispatched(world, 1)
+    await asyncio.wait_for(ended.wait(), 5)
+    await dispatched(world, 2)
+    await asyncio.sleep(0.01)
+    assert [type(error) for _, error in world.failures] == [Fenced]
 
 
 async def test_an_unreadable_partition_holds_up_no_other(world: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
