@@ -52,6 +52,18 @@ def message_id_parts(message_id: bytes) -> tuple[int, int, int, int]:
     return value >> 80, value >> 68 & 0xFFF, value >> 48 & 0xFFFFF, value >> 24 & 0xFFFFFF
 
 
+def lanes_of(mask: int) -> list[int]:
+    """Set bits, ascending."""
+    if mask & (mask - 1) == 0:
+        return [mask.bit_length() - 1] if mask else []
+    lanes = []
+    while mask:
+        low = mask & -mask
+        lanes.append(low.bit_length() - 1)
+        mask ^= low
+    return lanes
+
+
 class LaneVector:
     """`W[lane_count]` of one MailboxShard: the packed form is `lane_count` big-endian u64.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qim.core.ids import conversation_kind, mailbox_shard_id
-from qim.core.seq import LaneVector
+from qim.core.seq import LaneVector, lanes_of
 from qim.errors import Fenced, StaleInstance, StoreError
 from qim.stores.api import (
     AppendCall,
@@ -123,9 +123,9 @@ class MemoryMailboxStore:
         rows, applied = judged
         if call.watermarks is not None:
             for offset, mask, chunk_count in call.watermarks.required:
-                for lane in range(mask.bit_length()):
+                for lane in lanes_of(mask):
                     row = rows.get((offset, lane)) or state.progress.get((offset, lane))
-                    if mask >> lane & 1 and (row is None or not row.is_whole(chunk_count)):
+                    if row is None or not row.is_whole(chunk_count):
                         return AppendResult(status=AppendStatus.W_MOVED)
             state.watermarks = call.watermarks.new
         state.progress.update(rows)

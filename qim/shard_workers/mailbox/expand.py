@@ -340,18 +340,6 @@ def direct_by_lane(
     return LaneMembers(by_lane)
 
 
-def lanes_of(mask: int) -> list[int]:
-    """Set bits, ascending."""
-    if mask & (mask - 1) == 0:
-        return [mask.bit_length() - 1] if mask else []
-    lanes = []
-    while mask:
-        low = mask & -mask
-        lanes.append(low.bit_length() - 1)
-        mask ^= low
-    return lanes
-
-
 def check_members(dispatch: Dispatch, members: LaneMembers) -> None:
     """ValueError when the members found do not fill exactly the lanes the dispatch names: never an empty expansion."""
     if members.mask != dispatch.lane_mask:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from qim.shard_workers.mailbox.expand import lanes_of
+from qim.core.seq import lanes_of
 
 if TYPE_CHECKING:
     from qim.shard_workers.mailbox.expand import Dispatch, Member

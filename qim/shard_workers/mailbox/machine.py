@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Final
 
-from qim.core.seq import LaneVector, log_offset_of, mailbox_seq
+from qim.core.seq import LaneVector, lanes_of, log_offset_of, mailbox_seq
 from qim.registry.api import EpochBoundary, epoch_owning, owners_of_any
-from qim.shard_workers.mailbox.expand import Dispatch, LaneMembers, RecentEvents, lanes_of, shares_of
+from qim.shard_workers.mailbox.expand import Dispatch, LaneMembers, RecentEvents, shares_of
 from qim.shard_workers.mailbox.fold import AdmissionFold, Verdict
 from qim.shard_workers.mailbox.lanes import HoldChunk, LaneQueues, SubTask, Work
 from qim.stores.api import AppendCall, ChunkAppend, ProgressRow, ShardState, Watermarks
@@ -208,7 +208,7 @@ class ShardMachine:
                 continue
             if not self._stored_w[lane] or log_offset_of(self._stored_w[lane]) < offset:
                 mask |= 1 << lane
-            elif row is None or row.done != (1 << row.chunk_count) - 1:
+            elif row is None or not row.is_whole(row.chunk_count):
                 self.refused[lane] = self.seq_of(offset - 1)
         return Work(dispatch, mask, stored) if mask else None
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from qim.core.ids import conversation_kind, mailbox_shard_id
-from qim.core.seq import LaneVector
+from qim.core.seq import LaneVector, lanes_of
 from qim.errors import Fenced, StaleInstance, StoreError
 from qim.stores.api import (
     AppendCall,
@@ -208,7 +208,7 @@ class RedisMailboxStore:
                 if len(name) == _OFFSET_BYTES:
                     size, whole, _ = _WHOLE_ROW.unpack(value)
                     row = ProgressRow(chunk_size=size, chunk_count=1, done=1)
-                    rows.update(((offset, lane), row) for lane in range(whole.bit_length()) if whole >> lane & 1)
+                    rows.update(((offset, lane), row) for lane in lanes_of(whole))
                     continue
                 size, count, _ = _ROW.unpack_from(value)
                 done = int.from_bytes(value[_ROW.size :], "little")
@@ -363,8 +363,7 @@ class _AppendEncoder:
                     required.append(_REQUIRED.pack(*where, _WHOLE_LANES, self._block_index(offset), mask, 1))
                 continue
             block = self._block_index(offset)
-            lanes = [lane for lane in range(mask.bit_length()) if mask >> lane & 1]
-            required += [_REQUIRED.pack(*where, lane, block, 1 << lane, count) for lane in lanes]
+            required += [_REQUIRED.pack(*where, lane, block, 1 << lane, count) for lane in lanes_of(mask)]
         return moves.previous.pack(), moves.new.pack(), b"".join(required)
 
     def _block_index(self, offset: int) -> int:

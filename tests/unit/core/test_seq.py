@@ -3,9 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qim.core import seq
-from qim.core.seq import LaneVector
+from qim.core.seq import LaneVector, lanes_of
 from tests.support.golden import golden
 
 VECTORS = golden("seq")
@@ -58,3 +60,8 @@ def test_lane_vectors_are_values() -> None:
     assert hash(LaneVector.zero(2)) == hash(LaneVector((0, 0)))
     assert LaneVector.zero(2) != (0, 0)
     assert repr(LaneVector((1, 9))) == "LaneVector(min=1, max=9, lanes=2)"
+
+
+@given(st.sets(st.integers(0, 63)))
+def test_lanes_of_a_mask(lanes: set[int]) -> None:
+    assert lanes_of(sum(1 << lane for lane in lanes)) == sorted(lanes)

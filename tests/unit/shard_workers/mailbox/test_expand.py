@@ -16,7 +16,6 @@ from qim.shard_workers.mailbox.expand import (
     check_members,
     direct_by_lane,
     encode_body_at_rest,
-    lanes_of,
     split_entry,
     subjects_by_lane,
 )
@@ -159,11 +158,6 @@ def test_members_must_fill_the_lanes_the_dispatch_names() -> None:
     check_members(made, subjects_by_lane(made, 4))
     with pytest.raises(ValueError, match="the dispatch names"):
         check_members(made, LaneMembers())
-
-
-@given(st.sets(st.integers(0, 63)))
-def test_lanes_of_a_mask(lanes: set[int]) -> None:
-    assert lanes_of(sum(1 << lane for lane in lanes)) == sorted(lanes)
 
 
 def test_lanes_with_few_members_go_together_and_one_of_several_chunks_alone() -> None:

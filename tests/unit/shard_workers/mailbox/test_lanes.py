@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qim.shard_workers.mailbox.expand import Dispatch, Member, lanes_of
+from qim.core.seq import lanes_of
+from qim.shard_workers.mailbox.expand import Dispatch, Member
 from qim.shard_workers.mailbox.lanes import LaneQueues, SubTask, Work
 from tests.unit.shard_workers.mailbox.making import packed_dispatch
 
