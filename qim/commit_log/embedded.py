@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from qim.commit_log.api import AppendRun, Fence, LogIdentity, LogRecord, Watermarks
-from qim.errors import Fenced, StoreError
+from qim.errors import StoreError
 from qim.stores.redis import keys
 from qim.stores.redis.resp import Argument, RespClient, RespError
 from qim.stores.redis.scripts import Script
@@ -100,12 +100,7 @@ class EmbeddedCommitLog:
         if not index:
             return [[] for _ in runs]
         reply = await _APPEND(client, names, arguments)
-        return [
-            Fenced(f"append to {self._topic}: {found}")
-            if isinstance(found, RespError) and found.code == "FENCED"
-            else found
-            for found in reply
-        ]
+        return [found.refusal(f"append to {self._topic}") if isinstance(found, RespError) else found for found in reply]
 
     async def read(
         self, partition: int, offset: int, *, max_records: int = 500, max_bytes: int = 4 << 20
@@ -199,6 +194,4 @@ async def _fenced(call: Any, what: str) -> Any:
     try:
         return await call
     except RespError as error:
-        if error.code == "FENCED":
-            raise Fenced(f"{what}: {error}") from None
-        raise
+        raise error.refusal(what) from None

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from qim.errors import Fenced, StoreError
+from qim.errors import StoreError
 from qim.registry.api import (
     EPOCH_MAX,
     READABLE_KINDS,
@@ -138,9 +138,7 @@ class RedisShardRegistry:
         try:
             stored = await _WRITE_BOUNDARY(self._client, names, (shard_id, boundary.shard_epoch, packed))
         except RespError as error:
-            if error.code == "FENCED":
-                raise Fenced(f"mailbox shard {shard_id}, epoch {boundary.shard_epoch}: {error}") from None
-            raise
+            raise error.refusal(f"mailbox shard {shard_id}, epoch {boundary.shard_epoch}") from None
         if stored != packed:
             raise StoreError(
                 f"mailbox shard {shard_id}: boundary of epoch {boundary.shard_epoch} is {_BOUNDARY.unpack(stored)}"

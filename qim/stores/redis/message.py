@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Final
 
 from qim.core.ids import GROUP_PREFIX, conversation_bucket
-from qim.errors import Fenced, StoreError
+from qim.errors import StoreError
 from qim.stores.api import (
     FORGET_RECORDS_MAX,
     BucketCommit,
@@ -100,7 +100,9 @@ class RedisMessageStore:
         client = self._instances.client(calls[0].bucket)
         reply = await _COMMIT(client, names, args)
         return [
-            _bucket_error(client, call, found) if isinstance(found, RespError) else _outcomes(found, call.requests)
+            found.refusal(f"{client.name}: bucket {call.bucket}")
+            if isinstance(found, RespError)
+            else _outcomes(found, call.requests)
             for call, found in zip(calls, reply, strict=True)
         ]
 
@@ -185,20 +187,13 @@ async def run_fenced(script: Script, client: RespClient, names: Sequence[str], a
     try:
         return await script(client, names, args)
     except RespError as error:
-        if error.code == "FENCED":
-            raise Fenced(f"{client.name}: {names[0]}: {error}") from error
-        raise
+        raise error.refusal(f"{client.name}: {names[0]}") from None
 
 
 @cache
 def _bucket_keys(bucket: int) -> tuple[str, ...]:
     """KEYS of a bucket in a commit call."""
     return keys.fence(bucket), keys.hlc(bucket), keys.outbox_next(bucket), keys.outbox(bucket)
-
-
-def _bucket_error(client: RespClient, call: BucketCommit, error: RespError) -> StoreError:
-    """Why nothing of a bucket was committed."""
-    return Fenced(f"{client.name}: bucket {call.bucket}: {error}") if error.code == "FENCED" else error
 
 
 def pack_snapshot(snapshot: ShardSnapshot) -> bytes:

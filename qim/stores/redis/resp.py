@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import hiredis
 
-from qim.errors import StartupError, StoreError, StoreUnavailable
+from qim.errors import Fenced, StartupError, StoreError, StoreUnavailable
 from qim.obs import metrics
 from qim.obs.logs import get_logger
 
@@ -43,6 +43,10 @@ class RespError(StoreError):
     @property
     def code(self) -> str:
         return str(self).partition(" ")[0]
+
+    def refusal(self, what: str) -> StoreError:
+        """Fenced for the error our scripts call so, `what` being what they refused; any other error is itself."""
+        return Fenced(f"{what}: {self}") if self.code == "FENCED" else self
 
 
 class _Link(asyncio.Protocol):
