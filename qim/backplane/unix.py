@@ -75,8 +75,8 @@ class UnixBackplane:
     """`Backplane` over unix sockets.
 
     `sockets` names, for every role instance of the topology, the socket of the process that hosts it. Handlers see as
-    `peer` the first role instance of the calling process. A handler may return a future instead of a coroutine: it is
-    awaited without a task of its own. An `Answer` costs even less. `on_failure` is told of a dead internal task.
+    `peer` the first role instance of the calling process. A handler that returns an `Answer` instead of a coroutine
+    costs no task. `on_failure` is told of a dead internal task.
     """
 
     def __init__(
@@ -368,9 +368,8 @@ class UnixBackplane:
         if isinstance(outcome, Answer):
             outcome.hand_to(partial(self._reply, link, request_id, stream_id))
             return
-        if not isinstance(outcome, asyncio.Future):
-            outcome = self._tasks.start("backplane request", _guarded(outcome))
-        outcome.add_done_callback(partial(self._request_done, link, caller, opcode, request_id, stream_id))
+        task = self._tasks.start("backplane request", _guarded(outcome))
+        task.add_done_callback(partial(self._request_done, link, caller, opcode, request_id, stream_id))
 
     def _request_done(
         self,
