@@ -363,18 +363,14 @@ class FanoutRole:
     def _make(self, partition: _Partition) -> bool:
         """Make the dispatches of the next batch; False when something must be read first, which has begun, or when
         they are none."""
-        made: list[list[Record]] = []
         sources = [Source(partition.number, record.offset, record.value) for record in partition.machine.next_batch()]
+        if not all(map(self._is_known, sources)):
+            self._tasks.start(f"{self.name} look up {partition.number}", self._make_slowly(partition, sources))
+            return False
+        made: list[list[Record]] = []
         for _, group in groupby(sources, _fencing_epoch):
-            records: list[Record] = []
             chain: Chain = {}
-            for source in group:
-                found = self._dispatches_of(source, None, chain)
-                if found is None:
-                    self._tasks.start(f"{self.name} look up {partition.number}", self._make_slowly(partition, sources))
-                    return False
-                records += found
-            made.append(records)
+            made.append([record for source in group for record in self._dispatches_of(source, {}, chain)])
         return self._made(partition, sources, made)
 
     async def _make_slowly(self, partition: _Partition, sources: Sequence[Source]) -> None:
@@ -385,10 +381,8 @@ class FanoutRole:
                 records: list[Record] = []
                 chain: Chain = {}
                 for source in group:
-                    slots: dict[str, int] | None = None
-                    while (found := self._dispatches_of(source, slots, chain)) is None:
-                        slots = await self._look_up(source)
-                    records += found
+                    slots = {} if self._is_known(source) else await self._look_up(source)
+                    records += self._dispatches_of(source, slots, chain)
                 made.append(records)
         except StoreError as error:
             self._refused(partition, error)
@@ -406,8 +400,13 @@ class FanoutRole:
         self._done(partition)
         return False
 
-    def _dispatches_of(self, source: Source, slots: Mapping[str, int] | None, chain: Chain) -> list[Record] | None:
-        """None when the group's index or the `slots` of its subjects must be looked up first."""
+    def _is_known(self, source: Source) -> bool:
+        """Nothing must be looked up first: not the group's index, nor the slots of its subjects."""
+        version = source.group_version()
+        return version is None or (not source.subjects() and (version in self._indexes or not source.is_for_all()))
+
+    def _dispatches_of(self, source: Source, slots: Mapping[str, int], chain: Chain) -> list[Record]:
+        """`slots`: of the subjects of a group's record."""
         settings = self._settings
         version = source.group_version()
         targets: ShardTargets = {}
@@ -417,35 +416,29 @@ class FanoutRole:
                 record.tenant_id, record.conversation_id, settings.mailbox_shard_count, settings.lane_count
             )
             slots = {} if source.is_for_all() else direct_slots(source)
-        else:
-            if source.is_for_all():
-                known = self._indexes.get(version)
-                if known is None:
-                    return None
-                self._indexes.move_to_end(version)
-                targets = known
-            if slots is None:
-                if source.subjects():
-                    return None
-                slots = {}
+        elif source.is_for_all():
+            self._indexes.move_to_end(version)
+            targets = self._indexes[version]
         made = dispatches(source, targets, slots, settings.mailbox_shard_count, settings.lane_count, chain)
         metrics.FANOUT_TARGET_SHARDS_PER_MESSAGE.observe(len(made))
         return made
 
     async def _look_up(self, source: Source) -> dict[str, int]:
-        """Read the index of the group's version and the slots of the subjects."""
+        """Read the slots of the subjects and then the index of the group's version: it is there when this returns, and
+        other partitions put theirs into the same bounded cache meanwhile."""
         version = source.group_version()
         assert version is not None
+        slots: dict[str, int] = {}
+        subjects = source.subjects()
+        if subjects:
+            tenant_id, group_id, _ = version
+            found = await self._membership.slots_of(tenant_id, group_id, subjects)
+            slots = {user_id: slot for user_id, slot in zip(subjects, found, strict=True) if slot is not None}
         if source.is_for_all() and version not in self._indexes:
             self._indexes[version] = await self._membership.version_index(*version)
             if len(self._indexes) > INDEX_CACHE_VERSIONS:
                 self._indexes.popitem(last=False)
-        subjects = source.subjects()
-        if not subjects:
-            return {}
-        tenant_id, group_id, _ = version
-        found = await self._membership.slots_of(tenant_id, group_id, subjects)
-        return {user_id: slot for user_id, slot in zip(subjects, found, strict=True) if slot is not None}
+        return slots
 
     async def _append(self, calls: Sequence[tuple[_Partition, list[Record]]]) -> None:
         """Append dispatches of several partitions and tell the mailbox owners, in order."""
