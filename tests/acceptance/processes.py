@@ -41,6 +41,8 @@ from tests.support.redis_monitor import Command
 TOKEN_TTL_S = 3600
 APART = OwnNodeOptions(pools=PoolSizes(1, 1, 1, 1), apart=True, unlimited_tenant=TENANT)
 """One process of each role; the others of a case join."""
+UNLIMITED_LAG = {"delivery_lag_ms": "600000", "delivery_lag_group_ms": "600000"}
+"""Admission by lag is another case's: here it would refuse sends, and keep a backlog from growing."""
 
 
 class Joined:

@@ -35,7 +35,7 @@ from qim.runtime.clock import SystemClock
 from qim.shard_workers.fanout.dispatch import Source, direct_targets, dispatches
 from tests.acceptance.devices import Device, direct
 from tests.acceptance.harness import TENANT, until
-from tests.acceptance.processes import APART, Cluster, Joined, cluster_of, joined
+from tests.acceptance.processes import APART, UNLIMITED_LAG, Cluster, Joined, cluster_of, joined
 from tests.acceptance.stored import all_entries, all_records
 from tests.support.node import options_with, running_node
 from tests.support.takeover import TENTH
@@ -53,8 +53,6 @@ INJECTED_PER_CHAT = 20
 """Dispatches of the old epoch, to each of the two mailbox shards of a chat; a few carry no epoch at all."""
 WITHOUT_EPOCH = 5
 RETRY_JITTER = 0.3
-UNLIMITED_LAG = {"delivery_lag_ms": "600000", "delivery_lag_group_ms": "600000"}
-"""Nothing but the failover refuses a send."""
 
 
 @dataclass(slots=True)

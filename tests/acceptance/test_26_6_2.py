@@ -23,7 +23,7 @@ from qim.protocol.opcodes import Opcode
 from qim.registry.api import LeaseKind
 from tests.acceptance.devices import Device, Received, Triple, direct, triples
 from tests.acceptance.harness import named_users
-from tests.acceptance.processes import APART, Cluster, Joined, cluster_of, joined, written_offsets
+from tests.acceptance.processes import APART, UNLIMITED_LAG, Cluster, Joined, cluster_of, joined, written_offsets
 from tests.acceptance.stored import all_entries
 from tests.support.node import options_with, running_node
 from tests.support.redis_monitor import Monitor, monitored
@@ -41,8 +41,6 @@ ROUNDS = 4
 BEGUN_CHUNKS = 40
 CHUNKS_PER_S = 40
 AUTHS_PER_CONNECTION = 10
-UNLIMITED_LAG = {"delivery_lag_ms": "600000", "delivery_lag_group_ms": "600000"}
-"""The backlog is the case's: the admission by lag (another case's) would keep it from growing."""
 
 
 @dataclass(slots=True)

@@ -237,10 +237,7 @@ class Connection:
             late.generation = -1
             call.dead = True
             if call is waiting[kept - 1] and getattr(call.target, "splits", False) and call.method == "append_each":
-                runs = [
-                    AppendRun(None, run.records[: self._rng.randint(0, len(run.records))]) for run in call.args[0][0]
-                ]
-                late.args = ((runs,), {})
+                late.args = (([self._cut_off(run) for run in call.args[0][0]],), {})
             if after_calls:
                 self.server.arrive_late(late, after_calls)
             else:
