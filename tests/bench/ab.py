@@ -56,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kafka", action="store_true", help="also this tree on a private Kafka")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="(%(default)s)")
     options = parser.parse_args(arguments)
+    known = subprocess.run(
+        ["git", "-C", str(HERE), "cat-file", "-e", f"{options.base}^{{commit}}"], capture_output=True
+    )
+    if known.returncode:
+        parser.error(f"{options.base} is no commit of this repository; in a shallow clone: git fetch --unshallow")
     failed = False
     results: dict[str, dict[str, list[Figures]]] = {}
     with _worktree(options.base) as base, contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.run`: one fault after another on nodes of their own, judged and put into one table.
+"""`make chaos`: one fault after another on nodes of their own, judged and put into one table.
 
 Each fault has its node (two workers of every pool, each a process), its people and its checks: the checker over every
 device and the store, and the dispatch audit, which must find nothing.
@@ -223,17 +223,21 @@ def _where(error: BaseException) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Exit code 1 when a fault did harm, met nothing, or was not injected as often as it should."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--faults", default="", help="beginnings of names, separated by commas; all by default")
     parser.add_argument("--injections", type=int, default=0, help="of each fault; 0 = as many as each is worth")
     parser.add_argument("--minutes", type=float, default=BOUND_MIN, help="bound of the whole run")
     parser.add_argument("--seed", type=int, default=1, help="of who writes to whom and who goes away")
     parser.add_argument("--keep", type=Path, default=Path("chaos-results"), help="for what a failed fault left behind")
     options = parser.parse_args(arguments)
+    try:
+        faults = selected(options.faults)
+    except ValueError as error:
+        parser.error(str(error))
     raise_file_limit()
     until_s = time.monotonic() + options.minutes * 60 - ENDING_S
     results = []
-    for fault in selected(options.faults):
+    for fault in faults:
         results.append(
             run_fault(fault, injections=options.injections, seed=options.seed, until_s=until_s, keep=options.keep)
         )

@@ -17,6 +17,7 @@ from qim.commit_log.memory import MemoryCheckpointStore, _Position
 from qim.config.parameters import Parameters
 from qim.core.hlc import HybridClock
 from qim.core.seq import mailbox_seq, shard_epoch_of
+from qim.errors import StoreError
 from qim.protocol import qim_pb2 as pb
 from qim.registry.api import LeaseKind
 from qim.registry.lease import LeaseTimes
@@ -53,8 +54,9 @@ def checkpoint_before_durable() -> contextlib.AbstractContextManager[None]:
             machine = partition.machine
             ahead = machine.feed.next_offset
             if ahead > machine.saved:
-                await self._checkpoints.save(partition.number, partition.epoch, ahead)
-                machine.checkpoint_saved(ahead, self._clock.monotonic_ms())
+                with contextlib.suppress(StoreError):  # as the product: a save that fails is made again
+                    await self._checkpoints.save(partition.number, partition.epoch, ahead)
+                    machine.checkpoint_saved(ahead, self._clock.monotonic_ms())
         await original(self, calls)
 
     original = FanoutRole._append

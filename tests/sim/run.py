@@ -239,8 +239,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first-seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=0, help="0: one per core")
-    parser.add_argument("--planted", nargs="*", metavar="RULE", help="take rules out and name the seeds that notice")
+    parser.add_argument(
+        "--planted", nargs="*", metavar="RULE", help="take rules out and name the seeds that notice; all by default"
+    )
     options = parser.parse_args(arguments)
+    unknown = set(options.planted or ()) - planted.PLANTED.keys() - planted.TRIPWIRES.keys()
+    if unknown:
+        parser.error(f"no rule is called {', '.join(sorted(unknown))}; docs/testing.md lists them")
     seeds = range(options.first_seed, options.first_seed + options.seeds)
     if options.planted is not None:
         return _run_planted(options.planted, seeds, options.processes)
