@@ -99,7 +99,9 @@ class KafkaServer:
         properties = self._directory / "server.properties"
         if not properties.exists():
             properties.write_text(self._properties())
-            self._java("kafka.tools.StorageTool", "format", "-t", self.cluster_id, "-c", str(properties)).wait(60)
+            self._java(
+                "kafka.tools.StorageTool", "format", f"--cluster-id={self.cluster_id}", "-c", str(properties)
+            ).wait(60)
         self._process = self._java("kafka.Kafka", str(properties))
 
     def wait_until_ready(self) -> None:
@@ -163,6 +165,7 @@ class KafkaServer:
 
 
 def _new_cluster_id() -> str:
+    """May begin with a dash, so it must not stand alone in a command line."""
     return base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
 
 
