@@ -41,6 +41,8 @@ class EmbeddedCommitLog:
     must be on the instance of the partitions it appends to.
     """
 
+    ends_together: Final = True
+
     def __init__(
         self,
         topic: str,

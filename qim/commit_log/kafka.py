@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from typing import Any, Final, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicCollection, TopicPartition
@@ -365,6 +364,8 @@ class KafkaConnection:
 class KafkaCommitLog:
     """See `qim.commit_log.api.CommitLog`; the offsets are the broker's."""
 
+    ends_together: Final = False
+
     def __init__(self, connection: KafkaConnection, name: str, partition_count: int) -> None:
         self._connection = connection
         self._name = name
@@ -374,41 +375,27 @@ class KafkaCommitLog:
 
     async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
         """The fence is not looked at, see the module. Waits, without an end, for a broker that is away."""
-        (offsets,) = await self.append_each((AppendRun(fence, records),))
-        if isinstance(offsets, StoreError):
-            raise offsets
-        return offsets
-
-    async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
-        results: list[list[int] | StoreError] = [self._refusal(run.records) or [] for run in runs]
-        taken = [run.records for run, found in zip(runs, results, strict=True) if not isinstance(found, StoreError)]
-        records = [record for run in taken for record in run]
         if not records:
-            return results
+            return []
+        if (longest := max(len(value) for _, value in records)) > RECORD_BYTES_MAX:
+            raise StoreError(f"log {self._topic}: a record of {longest} bytes exceeds {RECORD_BYTES_MAX}")
         ends = {partition: self._ends[partition] for partition, _ in records}
-        offsets = iter(await self._connection.append(self._topic, records))
-        for number, run in enumerate(runs):
-            if not isinstance(results[number], StoreError):
-                results[number] = self._appended(run.records, list(islice(offsets, len(run.records))), ends)
-        return results
-
-    def _refusal(self, records: Sequence[tuple[int, bytes]]) -> StoreError | None:
-        """A record the broker would refuse for good."""
-        longest = max((len(value) for _, value in records), default=0)
-        if longest <= RECORD_BYTES_MAX:
-            return None
-        return StoreError(f"log {self._topic}: a record of {longest} bytes exceeds {RECORD_BYTES_MAX}")
-
-    def _appended(
-        self, records: Sequence[tuple[int, bytes]], offsets: list[int], ends: Mapping[int, int]
-    ) -> list[int] | StoreError:
-        """The offsets, unless one says that the topic has shrunk."""
+        offsets = await self._connection.append(self._topic, records)
         for (partition, _), offset in zip(records, offsets, strict=True):
             if offset < ends[partition]:
-                return StoreError(self._shrunk(partition, offset, ends[partition]))
+                raise StoreError(self._shrunk(partition, offset, ends[partition]))
             if offset >= self._ends[partition]:
                 self._ends[partition] = offset + 1
         return offsets
+
+    async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        return await asyncio.gather(*(self._appended(run) for run in runs))
+
+    async def _appended(self, run: AppendRun) -> list[int] | StoreError:
+        try:
+            return await self.append(run.records)
+        except StoreError as error:
+            return error
 
     async def read(
         self, partition: int, offset: int, *, max_records: int = 500, max_bytes: int = 4 << 20

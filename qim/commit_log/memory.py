@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from qim.commit_log.api import AppendRun, Fence, LogIdentity, LogRecord, Watermarks
 from qim.errors import Fenced, StoreError
@@ -59,6 +60,8 @@ class MemoryCommitLog:
     `records_of` gives the list that holds a partition's records (index = offset) when they belong to something else,
     such as the outbox of a MemoryMessageStore; by default the log keeps its own.
     """
+
+    ends_together: Final = True
 
     def __init__(
         self,

@@ -196,6 +196,7 @@ class Broker:
     with a record that is refused everything else."""
 
     splits = True
+    ends_together = False
 
     def __init__(self, log: MemoryCommitLog, rng: random.Random) -> None:
         self._log = log

@@ -315,6 +315,12 @@ class Remote:
         """Of a MessageStore: there is one."""
         return self._connection.purpose
 
+    @property
+    def ends_together(self) -> bool:
+        """Of a CommitLog: the model's, or the broker's."""
+        ends_together: bool = self._target.ends_together
+        return ends_together
+
     def __getattr__(self, method: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         def call(*args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
             return self._connection.call(self._target, method, *args, **kwargs)

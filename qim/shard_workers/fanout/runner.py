@@ -1,7 +1,8 @@
 """FanoutRole: the outbox partitions of one worker, each dispatched in order (DESIGN-data §4).
 
-One append call carries what all partitions have ready; what arrives meanwhile goes into the next. A partition is in one
-call at most, and while it reads, waits for a group's index or rests after a failure it holds up no other.
+One append call carries what all partitions have ready; what arrives meanwhile goes into the next. On a log whose
+partitions may be away one by one, each has a call of its own. A partition is in one call at most, and while it reads,
+waits for a group's index or rests after a failure it holds up no other.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ INDEX_CACHE_VERSIONS: Final = 4096
 APPEND_RECORDS_MAX: Final = 512
 """Dispatches of one append call: a call blocks the core instance for about 5 µs per record."""
 HOUSEKEEPING_MS: Final = 50.0
-"""How often due reads and checkpoints are looked for. An append call that takes as long (a broker's partition is away)
-holds up the partitions it carries, no others."""
+"""How often due reads and checkpoints are looked for, and partitions that wait behind a call that takes long."""
 READ_RECORDS_MAX: Final = 500
 _RETRY_INITIAL_MS: Final = 20
 _RETRY_MAX_MS: Final = 1000
@@ -286,7 +286,7 @@ class FanoutRole:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Start whatever the due partitions need next; one append call carries the dispatches of all of them."""
+        """Start whatever the due partitions need next, their dispatches in one append call if these end together."""
         self._pump_scheduled = False
         now_ms = self._clock.monotonic_ms()
         calls: list[tuple[_Partition, list[Record]]] = []
@@ -309,9 +309,9 @@ class FanoutRole:
                 self._tasks.start(f"{self.name} read {partition.number}", self._read(partition))
             else:
                 partition.idle.set()
-        if calls:
+        for call in [calls] if self._dispatch_log.ends_together and calls else [[one] for one in calls]:
             self._appends += 1
-            self._tasks.start(f"{self.name} append", self._append(calls))
+            self._tasks.start(f"{self.name} append", self._append(call))
 
     async def _keep_house(self) -> None:
         """Find partitions whose log is to be read, or that wait behind a call that takes long."""

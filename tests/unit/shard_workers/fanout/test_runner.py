@@ -122,6 +122,41 @@ async def test_an_unreadable_partition_holds_up_no_other(world: Pipeline, monkey
     assert await buckets() == {ids.conversation_bucket(TENANT, other, BUCKETS)}
 
 
+async def test_where_runs_end_apart_one_that_hangs_holds_up_no_other(
+    world: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = world.dispatch_log.append_each
+    away = ids.conversation_bucket(TENANT, AB, BUCKETS)
+    back = asyncio.Event()
+
+    async def hanging(runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
+        if any(run.fence is not None and run.fence.source_partition == away for run in runs):
+            await back.wait()
+        return await append(runs)
+
+    monkeypatch.setattr(world.dispatch_log, "append_each", hanging)
+    monkeypatch.setattr(type(world.dispatch_log), "ends_together", False)
+    await world.start_fanout()
+    pairs = [ids.direct_conversation_id(f"v{n}", f"w{n}") for n in range(99)]
+    other = next(pair for pair in pairs if ids.conversation_bucket(TENANT, pair, BUCKETS) != away)
+    for n in range(3):
+        await world.send(AB, "alice", f"stuck {n}")
+        await world.send(other, ids.direct_members(other)[0], f"fine {n}")
+
+    async def found(bucket: int) -> int:
+        records = [record for shard in range(SHARDS) for record in await world.dispatch_log.read(shard, 0)]
+        frames = [GroupDispatch.FromString(record.value) for record in records]
+        return len({frame.source_offset for frame in frames if frame.source_bucket == bucket})
+
+    async def fine() -> bool:
+        return await found(ids.conversation_bucket(TENANT, other, BUCKETS)) == 3
+
+    await eventually(fine)
+    assert await found(away) == 0
+    back.set()
+    await dispatched(world, 3)
+
+
 async def test_drain_leaves_nothing_undispatched_and_the_checkpoint_up_to_date(world: Pipeline) -> None:
     role = await world.start_fanout()
     for n in range(20):
