@@ -388,7 +388,10 @@ class BucketMachine:
         return self._admission.judge(facts, now_ms, unix_ms)
 
     def _queued_ms(self, now_ms: float) -> float:
-        """Age of the oldest submission that a commit call carries, or will."""
+        """Age of the oldest submission that a commit call carries, or will. 0 while the store does not answer: what
+        waits then is no queue that drains, it gets REGION_FAILOVER in time (26.8.2)."""
+        if self._backoff_ms > BACKOFF_INITIAL_MS:
+            return 0.0
         if self._in_call:
             return now_ms - self._call_since_ms
         if self._turn and self._turn[0].pending:
