@@ -84,6 +84,7 @@ async def _play(node: OwnNode, clock: HostClock) -> ClockSteps:
         unsafe, requests = await _say_unsafe(ann, [*known, *fresh])
         await watch.scrape()
         after_restart = await _restart_and_say(node, devices, known)
+        await watch.looked_often()
         during = _message_ids(core, address.conversation_bucket_count)
         clock.set_right()
         retried = [await ann.ask(Opcode.SEND_MESSAGE, request) for request in requests]

@@ -21,7 +21,7 @@ from tests.acceptance.full_store import FullStore
 from tests.acceptance.link_loss import CUT_S, LinkLoss
 from tests.acceptance.log_outage import OUTAGE_S, LogOutage
 from tests.acceptance.node_kills import INTERVAL_S, KILLS, NodeKills
-from tests.acceptance.watching import REGRESSIONS, Watch, watched
+from tests.acceptance.watching import LOOKS_MIN, REGRESSIONS, SCRAPES_MIN, Watch, watched
 from tests.support.node import MERGED, devices_of, running_node
 
 EPOCH_THAT_NEVER_WAS = 0x7000
@@ -29,8 +29,8 @@ EPOCH_THAT_NEVER_WAS = 0x7000
 
 def check(watch: Watch, *workers: str) -> None:
     """Constantly 0, and really looked at."""
-    assert watch.looks >= 50
-    assert all(watch.scrapes[worker] >= 10 for worker in workers), watch.scrapes
+    assert watch.looks >= LOOKS_MIN
+    assert all(watch.scrapes[worker] >= SCRAPES_MIN for worker in workers), watch.scrapes
     assert all(f"{REGRESSIONS} 0.0" in watch.texts[worker].splitlines() for worker in workers)
     assert watch.regressions == 0
     assert watch.went_back == []

@@ -26,6 +26,10 @@ from qim.stores.redis import keys
 LOOK_EVERY_S: Final = 0.1
 SCRAPE_EVERY_S: Final = 0.5
 SCRAPE_TIMEOUT_S: Final = 2.0
+LOOKS_MIN: Final = 50
+"""At W, in a run that says anything about sequences."""
+SCRAPES_MIN: Final = 10
+"""Of each worker it judges."""
 REGRESSIONS: Final = "mailbox_seq_regression_count"
 
 
@@ -66,6 +70,11 @@ class Watch:
         self._w = stored
         self.looks += 1
         return stored
+
+    async def looked_often(self) -> None:
+        """Until a run that may be over sooner was looked at long enough to say anything."""
+        while self.looks < LOOKS_MIN or min(self.scrapes.values(), default=0) < SCRAPES_MIN:
+            await asyncio.sleep(0.1)
 
     def covered(self) -> int:
         """Log offsets every lane of their shard is done with, summed: grows while anything is materialized."""
