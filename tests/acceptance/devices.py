@@ -14,7 +14,6 @@ from qim.client.actions import Action, Transmit
 from qim.client.aio import Client
 from qim.client.wire import WireConnection, connect
 from qim.core.ids import direct_conversation_id
-from qim.errors import ErrorCode
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.opcodes import Opcode
 from qim.protocol.reader import Frame
@@ -177,17 +176,12 @@ class Device:
         return self.send(Opcode.SEND_MESSAGE, message)
 
     async def say_all(self, conversation_id: str, payloads: list[bytes], *, ahead: int = 32) -> list[pb.SendAck]:
-        """Send texts, at most `ahead` without their SEND_ACK; all must be acknowledged. A store that the machine held
-        up for `submit_timeout_ms` leaves nobody knowing whether it committed: as any client, ask with the same send."""
+        """Send texts, at most `ahead` without their SEND_ACK; all must be acknowledged."""
         acks: list[pb.SendAck] = []
         for first in range(0, len(payloads), ahead):
             requests = [self.say(conversation_id, payload) for payload in payloads[first : first + ahead]]
-            sent = {frame.request_id: frame.body for frame in self.sent[-len(requests) :]}
             for request_id in requests:
                 answer = await self.answer(request_id)
-                if answer.opcode is Opcode.ERROR and answer.body.code == ErrorCode.REGION_FAILOVER:
-                    await asyncio.sleep(answer.body.retry_after_ms / 1000)
-                    answer = await self.ask(Opcode.SEND_MESSAGE, sent[request_id])
                 assert answer.opcode is Opcode.SEND_ACK, answer
                 acks.append(answer.body)
         return acks
