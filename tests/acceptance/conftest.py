@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -19,6 +20,13 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_of_earlier_cases() -> None:
+    """A hundred started nodes leave cycles whose collection holds the process up for two seconds: `submit_timeout_ms`
+    in the middle of the next case, where a node shares it."""
+    gc.collect()
 
 
 # The runs of 26.8, each played once for its own file and for 26.6.5.
