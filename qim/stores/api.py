@@ -310,13 +310,9 @@ class StoredRow(NamedTuple):
     entry: bytes
 
 
-class Recipient(NamedTuple):
-    """One entry to append: member = be64(mailbox_seq) ‖ u8 ordinal ‖ event_id[8] ‖ ref ‖ common."""
-
-    user_id: str
-    event_ordinal: int
-    event_id: bytes
-    ref: bytes
+Recipient = tuple[str, int, bytes, bytes]
+"""One entry to append: (user_id, event_ordinal, event_id, ref), with the member be64(mailbox_seq) ‖ u8 ordinal ‖
+event_id[8] ‖ ref ‖ common. A plain tuple: made at a third of the cost, and the collector does not look at it twice."""
 
 
 class ChunkAppend(NamedTuple):

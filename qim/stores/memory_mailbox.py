@@ -228,8 +228,8 @@ class MemoryMailboxStore:
         return refused
 
     def _register(self, item: ChunkAppend) -> None:
-        for recipient in item.recipients:
-            user = (item.tenant_id, recipient.user_id)
+        for user_id, *_ in item.recipients:
+            user = (item.tenant_id, user_id)
             self._held.conversations.setdefault(user, {}).setdefault(
                 item.conversation_id,
                 ConversationSeen(
@@ -242,11 +242,11 @@ class MemoryMailboxStore:
     def _write_entries(self, item: ChunkAppend, day: int, numbers: Iterable[int]) -> int:
         refused = 0
         for i in numbers if day + DAYS_KEPT > self._today() else ():
-            recipient = item.recipients[i]
+            user_id, ordinal, event_id, ref = item.recipients[i]
             common = item.common if isinstance(item.common, bytes) else item.common[i]
-            prefix = item.mailbox_seq.to_bytes(8, "big") + bytes((recipient.event_ordinal,)) + recipient.event_id
-            member = prefix + recipient.ref + common
-            user = (item.tenant_id, recipient.user_id)
+            prefix = item.mailbox_seq.to_bytes(8, "big") + bytes((ordinal,)) + event_id
+            member = prefix + ref + common
+            user = (item.tenant_id, user_id)
             members = self._held.mailboxes.setdefault(user, {}).setdefault(day, {})
             refused += members.setdefault(prefix, member) != member
         return refused

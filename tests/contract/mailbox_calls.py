@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from qim.core.seq import LaneVector, mailbox_seq
 from qim.runtime.clock import SystemClock
-from qim.stores.api import AppendCall, ChunkAppend, MailboxStore, RangePage, RangeRequest, Recipient, Watermarks
+from qim.stores.api import AppendCall, ChunkAppend, MailboxStore, RangePage, RangeRequest, Watermarks
 
 TENANT = "t1"
 SHARD = 3
@@ -55,7 +55,7 @@ def chunk(
         created_at_ms=unix_ms() if created_at_ms is None else created_at_ms,
         common=common,
         recipients=[
-            Recipient(user, ordinal, event or offset.to_bytes(7, "big") + bytes((ordinal,)), REF)
+            (user, ordinal, event or offset.to_bytes(7, "big") + bytes((ordinal,)), REF)
             for user in users
             for ordinal in ordinals
         ],

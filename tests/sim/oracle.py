@@ -100,8 +100,8 @@ class Oracle:
         if result.status is not AppendStatus.OK:
             return
         for item in call.tenant_items:
-            for recipient in item.recipients:
-                self._index(item.tenant_id, recipient.user_id)
+            for user_id, *_ in item.recipients:
+                self._index(item.tenant_id, user_id)
         moves = call.watermarks
         if moves is None:
             return

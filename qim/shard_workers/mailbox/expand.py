@@ -37,11 +37,9 @@ _MESSAGE_ID_TAG: Final = b"\x8a\x01\x10"
 _OWN_TAG: Final = 0x42
 
 
-class Member(NamedTuple):
-    """A recipient: its slot orders chunks, in a single chat 0 and 1 (§7.9)."""
-
-    slot: int
-    user_id: str
+Member = tuple[int, str]
+"""A recipient: (slot, user_id); the slot orders chunks, in a single chat 0 and 1 (§7.9). A plain tuple: snapshots hold
+a hundred thousand, and the collector does not look at those."""
 
 
 class Share(NamedTuple):
@@ -224,7 +222,7 @@ class Dispatch:
         users = [user_id for _, user_id in members]
         event_ids = ids.event_ids(self.event_prefix, users, ordinal)
         refs = [head + event_id[::-1] + tail for event_id in event_ids]
-        made = list(map(Recipient, users, repeat(ordinal), event_ids, refs))
+        made = list(zip(users, repeat(ordinal), event_ids, refs))
         if sender_id in users:
             made[users.index(sender_id)] = self._recipient(mailbox_seq, event, sender_id)
         return made
@@ -240,7 +238,7 @@ class Dispatch:
             ref = encode_ref(mailbox_seq, event_id, event.ordinal, flags, MENTION_NONE, floor)
             if self.record.client_message_id:
                 ref = encode_own_ref(ref, self.record.client_message_id)
-        return Recipient(user_id, event.ordinal, event_id, ref)
+        return user_id, event.ordinal, event_id, ref
 
 
 class RecentEvents:
@@ -322,7 +320,7 @@ def subjects_by_lane(dispatch: Dispatch, lane_count: int) -> LaneMembers:
     }
     by_lane: dict[int, list[Member]] = {}
     for user_id, slot in slots.items():
-        by_lane.setdefault(ids.lane_id(dispatch.tenant_id, user_id, lane_count), []).append(Member(slot, user_id))
+        by_lane.setdefault(ids.lane_id(dispatch.tenant_id, user_id, lane_count), []).append((slot, user_id))
     for members in by_lane.values():
         members.sort()
     return LaneMembers(by_lane)
@@ -336,7 +334,7 @@ def direct_by_lane(
     by_lane: dict[int, list[Member]] = {}
     for slot, user_id in enumerate(ids.direct_members(conversation_id)):
         if ids.mailbox_shard_id(tenant_id, user_id, mailbox_shard_count) == shard:
-            by_lane.setdefault(ids.lane_id(tenant_id, user_id, lane_count), []).append(Member(slot, user_id))
+            by_lane.setdefault(ids.lane_id(tenant_id, user_id, lane_count), []).append((slot, user_id))
     return LaneMembers(by_lane)
 
 

@@ -129,6 +129,10 @@ class SubTask:
                 yield from self.members[first : first + count]
             first += count
 
+    def let_go(self) -> None:
+        """Its last chunk was taken: whatever it made must be free with the work, not wait for the collector."""
+        del self.work
+
     def _skip_done(self) -> None:
         while self.done >> self.next_chunk & 1:
             self.next_chunk += 1
@@ -190,6 +194,7 @@ class LaneQueues:
         for task in tasks:
             if task.all_given():
                 self._give(task)
+                task.let_go()
             elif task.chunk_count == 1:
                 self._queue(task)
             else:

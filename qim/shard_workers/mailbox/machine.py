@@ -256,6 +256,8 @@ class ShardMachine:
         taken = self.lanes.take(self._entries_max, hold)
         self._may_work = self.lanes.has_chunks()
         items = [self._item(task, chunk) for task, chunk in taken]
+        for task in {task for task, _ in taken if task.all_given()}:
+            task.let_go()
         new, covered = self._advance()
         watermarks = None
         fold, fold_offset = None, -1

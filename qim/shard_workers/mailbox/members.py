@@ -110,7 +110,7 @@ class MemberDirectory:
             if user_id is None:
                 raise StoreError(f"group {group_id} version {version}: slot {slot} of shard {shard} has no user")
             lane = ids.lane_id(tenant_id, user_id, self._lane_count)
-            by_lane.setdefault(lane, []).append(Member(slot, user_id))
+            by_lane.setdefault(lane, []).append((slot, user_id))
         return LaneMembers(by_lane)
 
     def _remember(self, key: _Key, snapshot: LaneMembers) -> None:

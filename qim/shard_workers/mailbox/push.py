@@ -138,11 +138,11 @@ class PushPump:
             return batches
         for item in message:
             seq = item.mailbox_seq
-            for recipient, event in _entries(item, users):
-                for device in users[recipient.user_id]:
+            for (user_id, _, _, ref), event in _entries(item, users):
+                for device in users[user_id]:
                     if event.origin_device_id and event.origin_device_id == device.device_id:
                         continue
-                    row = (device.user_key, device.connection_id, device.session_epoch, seq, recipient.ref)
+                    row = (device.user_key, device.connection_id, device.session_epoch, seq, ref)
                     key = (device.gateway, event)
                     rows = batches.get(key)
                     if rows is None:
@@ -161,7 +161,7 @@ class PushPump:
     def _miss(self, message: Sequence[Covered]) -> None:
         users = self._index.users_of(message[0].work.dispatch.tenant_id)
         members = (member for item in message for task in item.work.tasks for member in task.members_on(item.lanes))
-        self._on_missed([device for member in members for device in users.get(member.user_id, ())])
+        self._on_missed([device for _, user_id in members for device in users.get(user_id, ())])
 
     def _priority(self, dispatch: Dispatch) -> Priority:
         if dispatch.direct:
@@ -214,5 +214,5 @@ def _entries(item: Covered, users: Collection[str]) -> Iterable[tuple[Recipient,
             event = dispatch.events[0]
             yield from [(recipient, event) for recipient in task.built if recipient[0] in users]
         elif lanes:
-            members = [member for member in task.members_on(lanes) if member.user_id in users]
+            members = [member for member in task.members_on(lanes) if member[1] in users]
             yield from dispatch.recipients(item.mailbox_seq, members)

@@ -72,7 +72,7 @@ class CapSampler:
         for item in items:
             recipients = item.recipients
             while self._left <= len(recipients):
-                suspect = (shard, item.tenant_id, recipients[self._left - 1].user_id)
+                suspect = (shard, item.tenant_id, recipients[self._left - 1][0])
                 if len(self.suspects) < SUSPECTS_MAX:
                     self.suspects[suspect] = None
                 self._left += self._gap()

@@ -393,7 +393,7 @@ class _AppendEncoder:
     def _add_unknown(self, item: ChunkAppend, day: int, dated: Mapping[str, str], seen: Mapping[str, str]) -> None:
         """An item of which not all users are known to the server, or with commons of their own."""
         tenant_id, known, recipients = item.tenant_id, self._instance, item.recipients
-        users = {recipient.user_id: "" for recipient in recipients}
+        users = {user_id: "" for user_id, *_ in recipients}
         undated = {user: f"{keys.mailbox_prefix(tenant_id, user)}{day}" for user in users if user not in dated}
         unseen = {user: keys.user_conversations(tenant_id, user) for user in users if user not in seen}
         shared, commons = (item.common, ()) if isinstance(item.common, bytes) else (b"", item.common)

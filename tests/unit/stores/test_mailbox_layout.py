@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qim.core.seq import LaneVector, mailbox_seq
-from qim.stores.api import AppendCall, ChunkAppend, Recipient, StoredRow, Watermarks
+from qim.stores.api import AppendCall, ChunkAppend, StoredRow, Watermarks
 from qim.stores.mailbox_layout import DAY_PROBES, PREFIX_BYTES, check_append, split_member
 
 ZERO = LaneVector.zero(2)
@@ -23,7 +23,7 @@ def item(*, index: int = 0, count: int = 1, recipients: int = 1) -> ChunkAppend:
         conversation_id="g:x",
         created_at_ms=0,
         common=b"",
-        recipients=[Recipient("ann", 0, bytes(8), b"")] * recipients,
+        recipients=[("ann", 0, bytes(8), b"")] * recipients,
     )
 
 

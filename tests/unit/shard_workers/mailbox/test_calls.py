@@ -8,7 +8,7 @@ from qim.runtime.clock import SystemClock
 from qim.shard_workers.mailbox.calls import CallScheduler
 from qim.shard_workers.mailbox.machine import PlannedCall
 from qim.shard_workers.mailbox.shard import ShardRunner
-from qim.stores.api import AppendCall, AppendResult, AppendStatus, ChunkAppend, Recipient
+from qim.stores.api import AppendCall, AppendResult, AppendStatus, ChunkAppend
 from qim.stores.memory_mailbox import MemoryMailboxStore
 
 ENTRIES_MAX = 100
@@ -42,7 +42,7 @@ class FakeShard:
         self.item = ChunkAppend(
             log_offset=0, lanes=[(0, entries)], chunk_index=0, chunk_count=1, chunk_size=1, mailbox_seq=1,
             tenant_id="t", conversation_id="g:g", created_at_ms=0, common=b"",
-            recipients=[Recipient("u", 0, b"", b"")] * entries,
+            recipients=[("u", 0, b"", b"")] * entries,
         )  # fmt: skip
         self.machine = self
         self.events: list[str] = []

@@ -23,7 +23,7 @@ from tests.unit.shard_workers.mailbox.making import CREATED_AT_MS, TENANT, packe
 
 SEQ = 1 << 48 | 7
 USERS = ["sender", "u1", "u2"]
-MEMBERS = [Member(n, user) for n, user in enumerate(USERS)]
+MEMBERS = [(n, user) for n, user in enumerate(USERS)]
 
 
 def dispatch(**options: object) -> Dispatch:
@@ -35,7 +35,7 @@ def dispatch(**options: object) -> Dispatch:
 def entries(made: Dispatch, members: list[Member] = MEMBERS) -> list[Entry]:
     common, recipients, _ = made.chunk(SEQ, [(0, len(members))], members)
     commons = [common] * len(recipients) if isinstance(common, bytes) else common
-    return [Entry.FromString(r.ref + shared) for r, shared in zip(recipients, commons, strict=True)]
+    return [Entry.FromString(ref + shared) for (*_, ref), shared in zip(recipients, commons, strict=True)]
 
 
 def test_an_entry_has_the_references_of_its_message_and_user() -> None:
@@ -80,8 +80,8 @@ def test_a_user_gets_only_the_events_that_name_it() -> None:
     made = Dispatch(0, packed)
     del made.record.events[1].user_ids[1:], made.record.events[1].slots[1:]
     made.prepare(RecentEvents())
-    assert [(entry.event_ordinal) for entry in entries(made, [Member(0, "u1")])] == [0, 2]
-    assert [(entry.event_ordinal) for entry in entries(made, [Member(1, "u2")])] == [0]
+    assert [(entry.event_ordinal) for entry in entries(made, [(0, "u1")])] == [0, 2]
+    assert [(entry.event_ordinal) for entry in entries(made, [(1, "u2")])] == [0]
 
 
 @given(st.text(alphabet="abc-123", max_size=64), st.integers(1, 1 << 40), st.sampled_from([1, 2, 3, 4]))
@@ -91,10 +91,10 @@ def test_the_ref_and_the_message_id_of_a_stored_entry_are_found_without_parsing(
     made = Dispatch(0, packed_dispatch(["sender", "u1"], conversation_seq=seq, event_types=(event_type,)))
     made.record.client_message_id = client_message_id
     made.prepare(RecentEvents())
-    common, recipients, _ = made.chunk(SEQ, [(0, 2)], [Member(0, "sender"), Member(1, "u1")])
+    common, recipients, _ = made.chunk(SEQ, [(0, 2)], [(0, "sender"), (1, "u1")])
     assert isinstance(common, bytes)
-    for recipient in recipients:
-        assert split_entry(recipient.ref + common) == (len(recipient.ref), made.message_id)
+    for *_, ref in recipients:
+        assert split_entry(ref + common) == (len(ref), made.message_id)
 
 
 def test_an_unknown_layout_is_refused() -> None:
@@ -139,7 +139,7 @@ def test_members_are_grouped_by_lane_in_slot_order() -> None:
     assert sum(map(len, by_lane.values())) == 50
     for lane, members in by_lane.items():
         assert members == sorted(members)
-        assert all(ids.lane_id(TENANT, member.user_id, 4) == lane for member in members)
+        assert all(ids.lane_id(TENANT, user_id, 4) == lane for _, user_id in members)
 
 
 def test_a_single_chat_has_the_users_of_the_shard() -> None:
@@ -149,8 +149,8 @@ def test_a_single_chat_has_the_users_of_the_shard() -> None:
         for members in direct_by_lane(TENANT, "dm:alice:bob", shard, 4, 8).values()
         for member in members
     ]
-    assert sorted(member for _, member in found) == [Member(0, "alice"), Member(1, "bob")]
-    assert all(ids.mailbox_shard_id(TENANT, member.user_id, 8) == shard for shard, member in found)
+    assert sorted(member for _, member in found) == [(0, "alice"), (1, "bob")]
+    assert all(ids.mailbox_shard_id(TENANT, user_id, 8) == shard for shard, (_, user_id) in found)
 
 
 def test_members_must_fill_the_lanes_the_dispatch_names() -> None:
@@ -161,7 +161,7 @@ def test_members_must_fill_the_lanes_the_dispatch_names() -> None:
 
 
 def test_lanes_with_few_members_go_together_and_one_of_several_chunks_alone() -> None:
-    by_lane = {lane: [Member(n, f"{lane}/{n}") for n in range(count)] for lane, count in enumerate([2, 3, 1, 9, 4, 4])}
+    by_lane = {lane: [(n, f"{lane}/{n}") for n in range(count)] for lane, count in enumerate([2, 3, 1, 9, 4, 4])}
     members = LaneMembers(by_lane)
     assert members.mask == 0b111111
     shares = members.shares(5, 6)

@@ -9,7 +9,7 @@ from qim.core.seq import LaneVector, log_offset_of, mailbox_seq
 from qim.protocol.header import MAX_FRAME_BYTES
 from qim.protocol.qim_pb2 import CURSOR_EXPIRED, CURSOR_INVALID, Entry, MailboxBatch, MailboxPullReply, PullMailbox
 from qim.shard_workers.mailbox.bodies import NOT_INCLUDED, Body
-from qim.shard_workers.mailbox.expand import Dispatch, Member, RecentEvents
+from qim.shard_workers.mailbox.expand import Dispatch, RecentEvents
 from qim.shard_workers.mailbox.pull import MailboxPuller, Reader, encode_batch
 from qim.stores.api import AppendCall, AppendStatus, ChunkAppend, Watermarks
 from qim.stores.memory_mailbox import MemoryMailboxStore
@@ -37,7 +37,7 @@ class PullScene:
         )
         dispatch.prepare(RecentEvents())
         seq = mailbox_seq(1, offset)
-        common, recipients, _ = dispatch.chunk(seq, [(LANE, 1)], [Member(0, USER)])
+        common, recipients, _ = dispatch.chunk(seq, [(LANE, 1)], [(0, USER)])
         item = ChunkAppend(
             log_offset=offset, lanes=[(LANE, len(recipients))], chunk_index=0, chunk_count=1,
             chunk_size=100, mailbox_seq=seq,

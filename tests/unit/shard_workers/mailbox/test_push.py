@@ -11,7 +11,7 @@ from qim.protocol.internal import decode_push_batches
 from qim.protocol.qim_pb2 import DispatchEvent, Entry, GroupDispatch, OutboxRecord
 from qim.runtime.tasks import TaskSet
 from qim.shard_workers.mailbox import push
-from qim.shard_workers.mailbox.expand import Dispatch, Member, RecentEvents
+from qim.shard_workers.mailbox.expand import Dispatch, RecentEvents
 from qim.shard_workers.mailbox.lanes import SubTask, Work
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 from qim.shard_workers.mailbox.push import Covered, PushPump
@@ -19,7 +19,7 @@ from tests.unit.shard_workers.mailbox.bodies_scene import TENANT, Scene
 from tests.unit.shard_workers.pipeline import Hub
 
 AB = "dm:alice:bob"
-MEMBERS = [Member(0, "alice"), Member(1, "bob")]
+MEMBERS = [(0, "alice"), (1, "bob")]
 
 
 class PushScene:

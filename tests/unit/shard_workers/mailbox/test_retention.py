@@ -18,7 +18,7 @@ from qim.shard_workers.mailbox.retention import (
     MailboxRetentionSettings,
     dispatch_created_at_ms,
 )
-from qim.stores.api import ChunkAppend, RangeRequest, Recipient
+from qim.stores.api import ChunkAppend, RangeRequest
 from tests.unit.shard_workers.pipeline import SHARDS, TENANT, Pipeline, eventually
 
 AB = ids.direct_conversation_id("alice", "bob")
@@ -30,7 +30,7 @@ def chunk(users: list[str]) -> ChunkAppend:
         log_offset=0, lanes=[(0, len(users))], chunk_index=0, chunk_count=1, chunk_size=100, mailbox_seq=1,
         tenant_id="t",
         conversation_id="dm:a:b", created_at_ms=0, common=b"",
-        recipients=[Recipient(user, 0, bytes(8), b"") for user in users],
+        recipients=[(user, 0, bytes(8), b"") for user in users],
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ async def test_an_answer_that_is_lost_costs_nothing_and_marks_the_lane_dirty(
     async def losing(call: AppendCall) -> AppendResult:
         nonlocal lost
         result = await append(call)
-        if lost and any(recipient.user_id == "bob" for item in call.tenant_items for recipient in item.recipients):
+        if lost and any(user == "bob" for item in call.tenant_items for user, *_ in item.recipients):
             lost -= 1
             raise StoreUnavailable("answer lost")
         return result
