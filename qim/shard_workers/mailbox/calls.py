@@ -25,7 +25,7 @@ class CallScheduler:
     """Whoever has work asks for a turn; each of a few slots sends about `entries_max` entries at a time.
 
     A shard in which something small waits, or somebody behind something large, goes before those that only have large
-    shares to write, but for every fourth turn. While a batch that is not full is under way no other one starts: what
+    shares to write, but for a turn now and then. While a batch that is not full is under way no other one starts: what
     arrives meanwhile goes together, and a call costs as much as five entries.
     """
 
@@ -39,6 +39,8 @@ class CallScheduler:
         """Turns of hurried shards since one of the others had one."""
         self._idle: deque[asyncio.Future[None]] = deque()
         self._small_under_way = False
+        self._leaving = False
+        """A full batch is planned and not written yet."""
 
     def want(self, shard: ShardRunner) -> None:
         """The shard may have a call to make; it gets one turn."""
@@ -54,7 +56,7 @@ class CallScheduler:
     async def run_slot(self) -> None:
         """Send batches of calls for ever, one after another; as many slots run as batches may be in flight."""
         while True:
-            if self._small_under_way or not (self._hurried or self._others):
+            if not self._may_start():
                 waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._idle.append(waiting)
                 await waiting
@@ -62,19 +64,31 @@ class CallScheduler:
             batch, is_full = self._take_batch()
             if not batch:
                 continue
-            if is_full:
-                self._wake_one()
-            else:
-                self._small_under_way = True
+            self._small_under_way = not is_full
             # Always by tasks, a single call too: they start in the order they were planned, whichever slot made them.
             # A call sent at once would overtake the planned ones of the other slot and be refused (W_MOVED).
-            await asyncio.gather(*(self._send(shard, call) for shard, call in batch))
+            sent = asyncio.gather(*(self._send(shard, call) for shard, call in batch))
+            if is_full:
+                await self._written()
+            await sent
             if not is_full:
                 self._small_under_way = False
 
+    def _may_start(self) -> bool:
+        return not (self._small_under_way or self._leaving) and bool(self._hurried or self._others)
+
+    async def _written(self) -> None:
+        """Until the batch just planned has left; then it is the other slot's turn. What leaves in one write is answered
+        in one, and from there on both slots would plan while the server waits, and wait while it works."""
+        self._leaving = True
+        await asyncio.sleep(0)  # its tasks have started
+        await asyncio.sleep(0)  # and the write they asked for is done
+        self._leaving = False
+        self._wake_one()
+
     def _wake_one(self) -> None:
         """An idle slot, if there is anything for it to do."""
-        while self._idle and not self._small_under_way and (self._hurried or self._others):
+        while self._idle and self._may_start():
             waiting = self._idle.popleft()
             if not waiting.done():
                 waiting.set_result(None)

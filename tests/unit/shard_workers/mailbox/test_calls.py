@@ -6,6 +6,7 @@ from typing import cast
 from qim.errors import Fenced, StoreUnavailable
 from qim.runtime.clock import SystemClock
 from qim.shard_workers.mailbox.calls import CallScheduler
+from qim.shard_workers.mailbox.lanes import HURRIED_IN_ROW_MAX
 from qim.shard_workers.mailbox.machine import PlannedCall
 from qim.shard_workers.mailbox.shard import ShardRunner
 from qim.stores.api import AppendCall, AppendResult, AppendStatus, ChunkAppend
@@ -30,6 +31,25 @@ class SlowStore(MemoryMailboxStore):
         shard, future = self.waiting.pop(0)
         future.set_result(AppendResult(status=AppendStatus.OK))
         return shard
+
+
+class LinkStore(SlowStore):
+    """Calls of one loop turn leave in one write, as from `RespClient`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[list[int]] = []
+        self._out: list[int] = []
+
+    async def append(self, call: AppendCall) -> AppendResult:
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._out.append(call.shard)
+        return await super().append(call)
+
+    def _flush(self) -> None:
+        self.writes.append(self._out)
+        self._out = []
 
 
 class FakeShard:
@@ -71,7 +91,7 @@ class FakeShard:
 
 
 async def rest() -> None:
-    for _ in range(5):
+    for _ in range(12):
         await asyncio.sleep(0)
 
 
@@ -130,10 +150,10 @@ async def test_calls_leave_in_the_order_they_were_planned() -> None:
     await stop(tasks)
 
 
-async def test_shards_in_which_somebody_waits_go_first_but_for_every_fourth_turn() -> None:
+async def test_shards_in_which_somebody_waits_go_first_but_for_a_turn_now_and_then() -> None:
     store = SlowStore()
     scheduler, tasks = start(store, slots=1)
-    others, urgent = [FakeShard(n, 2) for n in range(3)], FakeShard(7, 5)
+    others, urgent = [FakeShard(n, 2) for n in range(3)], FakeShard(7, HURRIED_IN_ROW_MAX + 2)
     for shard in (*others, urgent):
         scheduler.want(cast(ShardRunner, shard))
     urgent.hurried = True
@@ -143,7 +163,22 @@ async def test_shards_in_which_somebody_waits_go_first_but_for_every_fourth_turn
     while store.waiting:
         order.append(store.answer())
         await rest()
-    assert order == [7, 7, 7, 0, 7, 7, 1, 2, 0, 1, 2]
+    assert order == [7] * HURRIED_IN_ROW_MAX + [0, 7, 7, 1, 2, 0, 1, 2]
+    await stop(tasks)
+
+
+async def test_full_batches_leave_in_writes_of_their_own() -> None:
+    """What leaves together is answered together: both slots would plan at once and then wait at once."""
+    store = LinkStore()
+    scheduler, tasks = start(store)
+    for n in range(3):
+        scheduler.want(cast(ShardRunner, FakeShard(n, 2)))
+    await rest()
+    for _ in range(3):
+        store.answer()
+        store.answer()
+        await rest()
+    assert store.writes == [[0], [1], [2], [0], [1], [2]]
     await stop(tasks)
 
 

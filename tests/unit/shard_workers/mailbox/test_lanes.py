@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qim.core.seq import lanes_of
 from qim.shard_workers.mailbox.expand import Dispatch, Member
-from qim.shard_workers.mailbox.lanes import LaneQueues, SubTask, Work
+from qim.shard_workers.mailbox.lanes import HURRIED_IN_ROW_MAX, LaneQueues, SubTask, Work
 from tests.unit.shard_workers.mailbox.making import packed_dispatch
 
 PACKED = packed_dispatch(["a"])
@@ -169,15 +169,14 @@ def test_a_small_task_is_not_behind_large_ones() -> None:
     assert [found.lane for found, _ in queues.take(32)] == [7, 0]
 
 
-def test_what_goes_first_leaves_every_fourth_turn_to_the_others() -> None:
-    queues = LaneQueues(4)
+def test_what_goes_first_leaves_a_turn_to_the_others_now_and_then() -> None:
+    queues, rounds = LaneQueues(4), 4
     put(queues, work(0, {3: 120}, chunk=30))
-    for offset in range(1, 21):
+    for offset in range(1, 1 + HURRIED_IN_ROW_MAX * rounds):
         put(queues, work(offset, {0: 25, 1: 25, 2: 25}, chunk=25))
-    order = [found.lane for _ in range(16) for found, _ in queues.take(30)]
-    assert order.count(3) == 4
-    assert [order.count(lane) for lane in range(3)] == [4, 4, 4]
-    assert [lane == 3 for lane in order] == [False, False, False, True] * 4
+    order = [found.lane for _ in range((HURRIED_IN_ROW_MAX + 1) * rounds) for found, _ in queues.take(30)]
+    assert [order.count(lane) for lane in range(3)] == [HURRIED_IN_ROW_MAX * rounds // 3] * 3
+    assert [lane == 3 for lane in order] == ([False] * HURRIED_IN_ROW_MAX + [True]) * rounds
 
 
 @given(st.integers(0, 2**32), st.integers(1, 30), st.integers(1, 10))
