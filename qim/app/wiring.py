@@ -59,6 +59,9 @@ from qim.stores.redis.membership import RedisGroupMembership
 from qim.stores.redis.message import MessageInstances, RedisMessageStore
 from qim.stores.redis.resp import RespClient
 
+_SET_BY: Final = {"mailbox_shard_count": "single_host_mailbox_shard_count"}
+"""Facts that a node takes from a parameter of another name."""
+
 log = get_logger(__name__)
 
 CORE_INSTANCE: Final = "core"
@@ -116,7 +119,8 @@ async def settle_cluster_facts(context: NodeContext, commit_log: str) -> None:
     for name, wanted in facts.items():
         if stored.get(name) != wanted:
             raise StartupError(
-                f"{name} of this cluster is {stored.get(name)} for ever, not {wanted}: correct the parameter"
+                f"{name} of this cluster is {stored.get(name)} for ever, not {wanted}: "
+                f"correct {_SET_BY.get(name, 'the parameter')}"
             )
 
 

@@ -89,6 +89,8 @@ def test_a_server_that_lost_its_data(stopped: OwnNode, server: str) -> None:
 def test_an_immutable_fact_that_was_to_change(stopped: OwnNode) -> None:
     line = up(*stopped.argv()[4:], environment={"QIM_CONVERSATION_BUCKET_COUNT": "128"})
     assert "conversation_bucket_count of this cluster is 64" in line
+    line = up(*stopped.argv()[4:], environment={"QIM_SINGLE_HOST_MAILBOX_SHARD_COUNT": "16"})
+    assert "mailbox_shard_count of this cluster is 8 for ever, not 16: correct single_host_mailbox_shard_count" in line
 
 
 @pytest.mark.parametrize(
