@@ -27,6 +27,7 @@ from qim.obs.logs import get_logger
 from qim.runtime.affinity import pin_to_cpu, run_in_batches
 from qim.runtime.backoff import Backoff
 from qim.runtime.clock import Clock, SystemClock
+from qim.runtime.collector import settle
 from qim.runtime.parent_death import die_with_parent
 from qim.runtime.redis_server import RedisServer, start_server, wait_until_ready
 from qim.runtime.sd_notify import READY, STOPPING, sd_notify
@@ -41,9 +42,6 @@ on the cause may pass, a store that is down for example, and the process is trie
 _SERVER_STOP_TIMEOUT_MS: Final = 30_000
 """A server that is told to end may have to write what an everysec policy still holds."""
 _STOP_POLL_S: Final = 0.02
-GC_THRESHOLDS: Final = (10_000, 20, 20)
-"""Of a worker. What a message makes is freed by its reference counts; Python's own 700, 10 and 10 had the collector
-look at everything that is kept, 50 ms at a time, every four seconds, and find nothing."""
 _WATCHED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
 NotifyReady = Callable[[], None]
@@ -384,10 +382,8 @@ class Supervisor:
 
 
 def _report_ready(ready_pipe: int) -> None:
-    """In the child: what was made during start-up stays; collections need not look at it again (DESIGN §7)."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
+    """In the child."""
+    settle()
     os.write(ready_pipe, b"1")
     os.close(ready_pipe)
 

@@ -6,7 +6,6 @@ Both hang on the backplane and are driven by `push_driver.py`, so a round begins
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import socket
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from qim.gateway.role import GatewayRole
 from qim.registry.api import LeaseKind, RouteMap, SessionGrant
 from qim.runtime.affinity import pin_to_cpu, usable_cpus
 from qim.runtime.clock import SystemClock
+from qim.runtime.collector import settle
 
 GATEWAY: Final = "gateway-0"
 FLOOR: Final = "floor-0"
@@ -156,8 +156,7 @@ async def _start_gateway(command: Serve, closing: _Closing) -> int:
     closing.add.append(links.close)
     await role.start()
     closing.add.append(role.stop)
-    gc.collect()
-    gc.freeze()
+    settle()
     if failures:
         raise ChildFailed(failures[0])
     return role.port
@@ -208,6 +207,5 @@ async def _start_floor(command: Serve, closing: _Closing) -> int:
             transport.abort()
 
     closing.add.append(close)
-    gc.collect()
-    gc.freeze()
+    settle()
     return int(listener.getsockname()[1])
