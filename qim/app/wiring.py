@@ -467,6 +467,7 @@ class RoleBuilder:
                 poll_interval_ms=parameters.log_poll_interval_ms,
                 lag_report_interval_ms=parameters.lag_report_interval_ms,
                 presence_reconcile_interval_ms=parameters.presence_reconcile_interval_ms,
+                dirty_spread_ms=parameters.dirty_spread_ms,
                 history_pulls_per_second=parameters.per_user_history_pull_rate,
                 default_history_retention_days=parameters.default_history_retention_days,
                 retention=MailboxRetentionSettings(

@@ -141,7 +141,7 @@ class ClientConnection(asyncio.BufferedProtocol):
     __slots__ = (
         "id", "address", "machine", "session", "last_pushed_user_seq", "barrier", "pulls", "dirty", "in_flight",
         "transport", "_owner", "_writer", "_reader", "_receive", "_parts", "_room_bytes", "_queue", "_limits",
-        "_paused", "_scheduled",
+        "_quantum_bytes", "_paused", "_scheduled",
     )  # fmt: skip
 
     def __init__(
@@ -177,6 +177,7 @@ class ClientConnection(asyncio.BufferedProtocol):
         """What this tick's write may still take past the queue; none while the peer does not keep up."""
         self._queue: OutboundQueue | None = None
         self._limits = limits
+        self._quantum_bytes = limits.quantum_bytes
         self._paused = False
         self._scheduled = False
 
@@ -282,13 +283,14 @@ class ClientConnection(asyncio.BufferedProtocol):
         """One socket write of what this tick collected, then of what had to wait, while the peer keeps up."""
         self._scheduled = False
         parts = self._parts
-        self._parts = []
         if self._queue is None and not self._paused:
-            self._room_bytes = self._limits.quantum_bytes
+            self._room_bytes = self._quantum_bytes
         else:
             self._take_queued(parts)
-        if parts and self.transport is not None:
-            self.transport.write_nocheck(b"".join(parts))
+        written = b"".join(parts)
+        parts.clear()
+        if written and self.transport is not None:
+            self.transport.write_nocheck(written)
 
     def pause_writing(self) -> None:
         """The peer does not keep up: what comes next waits here, bounded, and nothing more is read from it."""
@@ -325,7 +327,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.write_now()
             if self.transport is not None:
                 if self._queue is not None:
-                    self.transport.write_nocheck(b"".join(self._queue.take(self._limits.quantum_bytes)))
+                    self.transport.write_nocheck(b"".join(self._queue.take(self._quantum_bytes)))
                 # it may have been paused, and TLS ends with what the peer answers
                 self.transport.resume_reading()
                 self.transport.close()
@@ -355,12 +357,12 @@ class ClientConnection(asyncio.BufferedProtocol):
         queue = self._queue
         if queue is None or self._paused:
             return
-        parts += queue.take(self._limits.quantum_bytes)
+        parts += queue.take(self._quantum_bytes)
         if queue.queued_frames:
             self._schedule()
         else:
             self._queue = None
-            self._room_bytes = self._limits.quantum_bytes
+            self._room_bytes = self._quantum_bytes
 
     def _enqueue(self, stream_id: int, parts: Parts, *, droppable: bool) -> bool:
         if self.machine.state is _CLOSING:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import pytest
 
+from qim.config.parameters import default_parameters
 from qim.errors import Detail, ErrorCode
 from qim.protocol.opcodes import Opcode
 from tests.acceptance.full_store import BURST, FULL_S, USERS, FullStore
 
-SHARDS = 16
+SHARDS = default_parameters().single_host_mailbox_shard_count
 
 
 @pytest.mark.timeout(240)

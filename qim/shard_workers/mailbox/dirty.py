@@ -7,7 +7,7 @@ is gone, so it survives a full queue and a link that is down.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from qim.backplane.api import Backplane
@@ -15,8 +15,8 @@ from qim.protocol.opcodes import InternalOpcode
 from qim.protocol.qim_pb2 import DeviceTarget, MarkDirty
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 
-SPREAD_MS: Final = 5000.0
-"""All connections of a shard or gateway: their pulls must not come at once."""
+SPREAD_PER_DEVICE_MS: Final = 2.0
+"""500 pulls a second beside everything else; few people whose shard died do not wait for a crowd that is not there."""
 RETRY_MS: Final = 500.0
 TICK_MS: Final = 100.0
 
@@ -24,9 +24,11 @@ TICK_MS: Final = 100.0
 class DirtySpreader:
     """Pending marks of a role; `tick` sends what is due."""
 
-    def __init__(self, backplane: Backplane, index: OnlineIndex) -> None:
+    def __init__(self, backplane: Backplane, index: OnlineIndex, spread_ms: float) -> None:
+        """`spread_ms`: the longest time over which many connections are told."""
         self._backplane = backplane
         self._index = index
+        self._spread_ms = spread_ms
         self._due: dict[tuple[str, int], tuple[float, OnlineDevice]] = {}
         self._missed_gateways: dict[str, None] = {}
         self._links_down: set[str] = set()
@@ -34,8 +36,14 @@ class DirtySpreader:
     def __len__(self) -> int:
         return len(self._due)
 
-    def mark(self, devices: Iterable[OnlineDevice], now_ms: float, *, spread_ms: float = 0.0) -> None:
-        """Tell these connections within `spread_ms`; one that is waiting already stays where it is."""
+    def mark(self, devices: Iterable[OnlineDevice], now_ms: float) -> None:
+        """Tell these connections at once; one that is waiting already stays where it is."""
+        for device in devices:
+            self._due.setdefault(device.identity(), (now_ms, device))
+
+    def mark_all(self, devices: Collection[OnlineDevice], now_ms: float) -> None:
+        """Tell all connections of a shard or gateway: their pulls must not come at once."""
+        spread_ms = min(self._spread_ms, (len(self._due) + len(devices)) * SPREAD_PER_DEVICE_MS)
         for device in devices:
             self._due.setdefault(device.identity(), (now_ms + random.random() * spread_ms, device))
 
@@ -50,12 +58,12 @@ class DirtySpreader:
             self._links_down.add(gateway)
             return
         self._links_down.discard(gateway)
-        self.mark(self._index.of_gateway(gateway), now_ms, spread_ms=SPREAD_MS)
+        self.mark_all(self._index.of_gateway(gateway), now_ms)
 
     def tick(self, now_ms: float, shard_epochs: dict[int, int]) -> None:
         """Send the marks that are due; what a link refuses is tried again."""
         for gateway in self._missed_gateways:
-            self.mark(self._index.of_gateway(gateway), now_ms, spread_ms=SPREAD_MS)
+            self.mark_all(self._index.of_gateway(gateway), now_ms)
         self._missed_gateways.clear()
         due = [device for at_ms, device in self._due.values() if at_ms <= now_ms]
         frames: dict[tuple[str, int], list[OnlineDevice]] = {}

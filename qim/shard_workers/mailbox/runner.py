@@ -26,7 +26,7 @@ from qim.runtime.tasks import FailureHandler, TaskSet
 from qim.shard_workers.log_retention import LogRetention
 from qim.shard_workers.mailbox.bodies import BodyCipher, BodyReader
 from qim.shard_workers.mailbox.calls import CallScheduler
-from qim.shard_workers.mailbox.dirty import SPREAD_MS, TICK_MS, DirtySpreader
+from qim.shard_workers.mailbox.dirty import TICK_MS, DirtySpreader
 from qim.shard_workers.mailbox.expand import RecentEvents
 from qim.shard_workers.mailbox.history import HistoryReader
 from qim.shard_workers.mailbox.machine import ShardMachine
@@ -62,6 +62,7 @@ class MailboxSettings:
     poll_interval_ms: float = 1000.0
     lag_report_interval_ms: float = 100.0
     presence_reconcile_interval_ms: float = 60_000.0
+    dirty_spread_ms: float = 5_000.0
     history_pulls_per_second: int = 5
     default_history_retention_days: int = 30
     retention: MailboxRetentionSettings = field(default_factory=MailboxRetentionSettings)
@@ -121,7 +122,7 @@ class MailboxRole:
         self._routes = routes
         self._tasks = TaskSet(self._failed)
         self._index = OnlineIndex()
-        self._dirty = DirtySpreader(backplane, self._index)
+        self._dirty = DirtySpreader(backplane, self._index, settings.dirty_spread_ms)
         self._bodies = BodyReader(
             stores.messages, stores.cipher, clock, retention_days=settings.default_history_retention_days
         )
@@ -327,7 +328,8 @@ class MailboxRole:
         if lanes is None:
             self._reconcile(frozenset((shard,)))
         devices = self._index.of_shard(shard, lanes)
-        self._dirty.mark(devices, self._clock.monotonic_ms(), spread_ms=SPREAD_MS if lanes is None else 0.0)
+        mark = self._dirty.mark_all if lanes is None else self._dirty.mark
+        mark(devices, self._clock.monotonic_ms())
 
     def _reconcile(self, shards: frozenset[int]) -> int:
         """Differences between index and presence tables; a device that was missing may have missed pushes."""
@@ -336,7 +338,7 @@ class MailboxRole:
         return differences
 
     def _mark_dirty(self, devices: Sequence[OnlineDevice]) -> None:
-        self._dirty.mark(devices, self._clock.monotonic_ms(), spread_ms=SPREAD_MS)
+        self._dirty.mark_all(devices, self._clock.monotonic_ms())
 
     def _device(self, found: tuple[str, PresenceEntry]) -> OnlineDevice:
         gateway, entry = found

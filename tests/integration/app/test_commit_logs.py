@@ -12,6 +12,7 @@ import pytest
 from qim.app.cli import main
 from qim.app.own_node import OwnNode
 from qim.commit_log.kafka_address import KafkaAddress
+from qim.config.parameters import default_parameters
 from qim.errors import StartupError
 from tests.contract.kafka_fixtures import delete_topic, make_topics, new_prefix
 from tests.integration.app.test_own_node import converge, everything_is_there, say, talk, texts_of
@@ -73,7 +74,7 @@ def test_a_topic_made_anew_under_a_node_is_refused(kafka_server: KafkaServer, ur
         asyncio.run(talk(node, "before"))
         first = node.pid("core-0")
         delete_topic(kafka_server, address.topic("dispatch"))
-        make_topics(kafka_server, address, {"dispatch": 16})
+        make_topics(kafka_server, address, {"dispatch": default_parameters().single_host_mailbox_shard_count})
         wait_for(lambda: node.processes().get("core-0") != first, timeout_s=30)
         node.stop()
         with pytest.raises(StartupError, match=r"qim: the positions of this cluster belong to .* made anew"):

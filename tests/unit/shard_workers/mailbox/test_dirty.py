@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 
-from qim.shard_workers.mailbox.dirty import RETRY_MS, SPREAD_MS, DirtySpreader
+from qim.shard_workers.mailbox.dirty import RETRY_MS, SPREAD_PER_DEVICE_MS, DirtySpreader
 from qim.shard_workers.mailbox.online import OnlineDevice, OnlineIndex
 from tests.unit.shard_workers.pipeline import Gateway, Hub
+
+SPREAD_MS = 5000.0
 
 
 class Scene:
@@ -20,7 +22,7 @@ class Scene:
         ]
         for device in self.devices:
             self.index.open(device)
-        self.dirty = DirtySpreader(self.backplane, self.index)
+        self.dirty = DirtySpreader(self.backplane, self.index, SPREAD_MS)
         self.backplane.connect("gateway-0")
 
     def sent(self, now_ms: float) -> int:
@@ -41,11 +43,22 @@ async def test_a_mark_is_sent_once_with_the_epoch_of_its_shard() -> None:
 
 
 async def test_many_marks_are_spread() -> None:
-    scene = Scene(200)
-    scene.dirty.mark(scene.devices, 0, spread_ms=SPREAD_MS)
+    scene = Scene(int(SPREAD_MS / SPREAD_PER_DEVICE_MS) + 500)
+    scene.dirty.mark_all(scene.devices, 0)
     early = scene.sent(SPREAD_MS / 2)
-    assert 50 < early < 150
-    assert scene.sent(SPREAD_MS) == 200 - early
+    assert 0.4 < early / len(scene.devices) < 0.6
+    assert scene.sent(SPREAD_MS) == len(scene.devices) - early
+
+
+async def test_few_marks_do_not_wait_for_many_that_are_not_there() -> None:
+    scene = Scene(40)
+    scene.dirty.mark_all(scene.devices[:20], 0)
+    assert scene.sent(20 * SPREAD_PER_DEVICE_MS) == 20
+    scene.dirty.mark_all(scene.devices[:20], 0)
+    scene.dirty.mark_all(scene.devices[20:], 0)
+    assert scene.sent(20 * SPREAD_PER_DEVICE_MS) < 40, "those of two shards that died together share the time"
+    scene.dirty.tick(40 * SPREAD_PER_DEVICE_MS, {0: 7, 1: 8})
+    assert len(scene.dirty) == 0
 
 
 async def test_a_mark_waits_for_a_link_and_dies_with_its_connection() -> None:
@@ -74,7 +87,7 @@ async def test_a_mark_survives_a_session_that_was_opened_again() -> None:
 async def test_a_mark_names_the_session_that_replaced_the_one_it_was_made_for() -> None:
     """A client whose login was refused may AUTH again on its connection: the gateway drops what names the old epoch."""
     scene = Scene()
-    scene.dirty.mark(scene.devices, 0, spread_ms=SPREAD_MS)
+    scene.dirty.mark_all(scene.devices, 0)
     again = OnlineDevice("t", "u0", "d", gateway="gateway-0", connection_id=0, session_epoch=2, shard=0, lane=0)
     scene.index.open(again)
     scene.dirty.mark([again], 0)
