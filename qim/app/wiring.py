@@ -59,14 +59,13 @@ from qim.stores.redis.membership import RedisGroupMembership
 from qim.stores.redis.message import MessageInstances, RedisMessageStore
 from qim.stores.redis.resp import RespClient
 
-_SET_BY: Final = {"mailbox_shard_count": "single_host_mailbox_shard_count"}
-"""Facts that a node takes from a parameter of another name."""
-
 log = get_logger(__name__)
 
 CORE_INSTANCE: Final = "core"
 """instance_id of the server that is message and core instance of a single host."""
 MAILBOX_INSTANCE: Final = "mailbox"
+_SET_BY: Final = {"mailbox_shard_count": "single_host_mailbox_shard_count"}
+"""Facts that a node takes from a parameter of another name."""
 READY_POLL_S: Final = 0.01
 _DATA_OWNERS: Final = ("writer", "fanout", "mailbox")
 

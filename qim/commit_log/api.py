@@ -64,13 +64,13 @@ class LogReader(Protocol):
 
 
 class CommitLog(LogReader, Protocol):
+    """One topic, and what its producers do."""
+
     @property
     def ends_together(self) -> bool:
         """The runs of an `append_each` share one round trip and end with it. False: each ends when its own partitions
         take it, and one of them may be away for minutes; who appends for others should not wait for it with them."""
         ...
-
-    """One topic, and what its producers do."""
 
     async def append(self, records: Sequence[tuple[int, bytes]], fence: Fence | None = None) -> list[int]:
         """Append (partition, value) pairs, offsets in the order given. Fenced: nothing appended; a broker cannot
@@ -79,8 +79,8 @@ class CommitLog(LogReader, Protocol):
         ...
 
     async def append_each(self, runs: Sequence[AppendRun]) -> list[list[int] | StoreError]:
-        """`append` of many producers: for each, in order, its offsets, or why it was refused: Fenced,
-        and nothing of it is appended; any other, and a prefix of it may be. A refusal of one touches no other.
+        """`append` of many producers: for each, in order, its offsets, or why it was refused: Fenced, and nothing of it
+        is appended; any other, and a prefix of it may be. A refusal of one touches no other.
         StoreUnavailable is raised: of each partition any prefix of each run may have been appended."""
         ...
 

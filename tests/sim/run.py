@@ -25,7 +25,7 @@ from tests.sim.plan import Plan, Step, make_plan
 from tests.sim.planted import Planting
 
 CONVERGE_S: Final = 40.0
-"""Bound of the quiet time: reconnects, DIRTY spread over 5 s, pulls 5 s apart; less than a heartbeat."""
+"""Bound of the quiet time: reconnects, DIRTY spread over at most 5 s, pulls 5 s apart; less than a heartbeat."""
 LOOK_S: Final = 0.25
 CURSOR_LOOK_S: Final = 0.1
 SHRINK_RUNS_MAX: Final = 40

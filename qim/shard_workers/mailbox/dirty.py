@@ -36,16 +36,15 @@ class DirtySpreader:
     def __len__(self) -> int:
         return len(self._due)
 
-    def mark(self, devices: Iterable[OnlineDevice], now_ms: float) -> None:
-        """Tell these connections at once; one that is waiting already stays where it is."""
+    def mark(self, devices: Iterable[OnlineDevice], now_ms: float, *, spread_ms: float = 0.0) -> None:
+        """Tell these connections within `spread_ms`; one that is waiting already stays where it is."""
         for device in devices:
-            self._due.setdefault(device.identity(), (now_ms, device))
+            self._due.setdefault(device.identity(), (now_ms + random.random() * spread_ms, device))
 
     def mark_all(self, devices: Collection[OnlineDevice], now_ms: float) -> None:
         """Tell all connections of a shard or gateway: their pulls must not come at once."""
         spread_ms = min(self._spread_ms, (len(self._due) + len(devices)) * SPREAD_PER_DEVICE_MS)
-        for device in devices:
-            self._due.setdefault(device.identity(), (now_ms + random.random() * spread_ms, device))
+        self.mark(devices, now_ms, spread_ms=spread_ms)
 
     def gateway_missed(self, gateway: str) -> None:
         """A frame for a gateway was dropped: mark all its connections, once the link works again if it is down."""
