@@ -44,7 +44,11 @@ LARGE_SHARE: Final = 0.03
 AHEAD_MAX: Final = 400
 """Unacknowledged messages of all people at which they pause: a fault of a minute must not leave an hour's backlog."""
 READY_TIMEOUT_MS: Final = 60_000
-OPTIONS: Final = ClientOptions(commit_interval_ms=100, reconnect_scale=0.1)
+RESYNC_MIN_INTERVAL_MS: Final = 500
+"""A tenth, like the leases: a device whose mailbox shard dies twice within this time pulls no sooner (§9.4.4)."""
+OPTIONS: Final = ClientOptions(
+    commit_interval_ms=100, reconnect_scale=0.1, resync_min_interval_ms=RESYNC_MIN_INTERVAL_MS
+)
 """Reconnects ten times as fast as people's, like the leases."""
 _RESTLESS_EVERY_S: Final = 0.7
 _GUEST_EVERY_S: Final = 0.5

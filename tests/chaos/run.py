@@ -36,7 +36,7 @@ from qim.runtime.file_limit import raise_file_limit
 from tests.chaos.alarms import alarms
 from tests.chaos.faults import FaultKind, Ground, Surroundings, selected
 from tests.chaos.judge import judge
-from tests.chaos.load import Load
+from tests.chaos.load import RESYNC_MIN_INTERVAL_MS, Load
 from tests.chaos.table import NOT_RECOVERED, FaultResult, Recovery, text
 from tests.support.faults.broker import running_split_cluster
 from tests.support.faults.clock import HostClock
@@ -55,8 +55,9 @@ PARAMETERS: Final = {
     "single_host_mailbox_shard_count": str(SHARDS),
     "lane_count": "8",
     "append_chunk_members": "4",
-    # kills follow one another faster than they do in life
+    # faults follow one another faster than they do in life
     "restart_backoff_reset_ms": "500",
+    "client_resync_min_interval": str(RESYNC_MIN_INTERVAL_MS),
 }
 BUSY_TIMEOUT_S: Final = 10.0
 """How long an injection waits for something in flight."""
