@@ -223,6 +223,8 @@ class ClientConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end("lost")
         self._parts.clear()
+        if self._queue is not None and self._queue.degraded:
+            metrics.SLOW_CONNECTIONS_DEGRADED.dec()
         self._queue = None
         self._owner.connection_lost(self)
 
@@ -327,7 +329,7 @@ class ClientConnection(asyncio.BufferedProtocol):
             self.write_now()
             if self.transport is not None:
                 if self._queue is not None:
-                    self.transport.write_nocheck(b"".join(self._queue.take(self._quantum_bytes)))
+                    self.transport.write_nocheck(b"".join(self._taken(self._queue)))
                 # it may have been paused, and TLS ends with what the peer answers
                 self.transport.resume_reading()
                 self.transport.close()
@@ -357,12 +359,19 @@ class ClientConnection(asyncio.BufferedProtocol):
         queue = self._queue
         if queue is None or self._paused:
             return
-        parts += queue.take(self._quantum_bytes)
+        parts += self._taken(queue)
         if queue.queued_frames:
             self._schedule()
         else:
             self._queue = None
             self._room_bytes = self._quantum_bytes
+
+    def _taken(self, queue: OutboundQueue) -> list[bytes]:
+        degraded = queue.degraded
+        taken = queue.take(self._quantum_bytes)
+        if degraded and not queue.degraded:
+            metrics.SLOW_CONNECTIONS_DEGRADED.dec()
+        return taken
 
     def _enqueue(self, stream_id: int, parts: Parts, *, droppable: bool) -> bool:
         if self.machine.state is _CLOSING:
@@ -370,7 +379,10 @@ class ClientConnection(asyncio.BufferedProtocol):
         self._room_bytes = 0
         if self._queue is None:
             self._queue = OutboundQueue(self._limits)
+        degraded = self._queue.degraded
         verdict = self._queue.push(stream_id, parts, droppable=droppable)
+        if self._queue.degraded and not degraded:
+            metrics.SLOW_CONNECTIONS_DEGRADED.inc()
         if verdict is Verdict.OVERFLOW:
             metrics.SLOW_CONNECTION_CLOSED_TOTAL.inc()
             self.abort("overflow")

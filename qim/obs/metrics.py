@@ -75,10 +75,7 @@ MEMBERSHIP_VERSION_TOTAL: Final = _counter("membership_version_total", "member v
 FANOUT_LAG_MS: Final = _latency_ms("fanout_lag_ms", "commit to GroupDispatch durable")
 FANOUT_TARGET_SHARDS_PER_MESSAGE: Final = _size("fanout_target_shards_per_message", "MailboxShards of one message")
 DISPATCH_TOTAL: Final = _counter("qim_fanout_dispatch_total", "GroupDispatch records appended")
-FANOUT_ENTRIES_TOTAL: Final = _counter("fanout_entries_total", "mailbox entries produced", "tenant", "shard")
-DISPATCH_EXPAND_DURATION_MS: Final = _latency_ms(
-    "dispatch_expand_duration_ms", "member expansion and persistence of one chunk"
-)
+FANOUT_ENTRIES_TOTAL: Final = _counter("fanout_entries_total", "mailbox entries written", "tenant", "shard")
 DISPATCH_DUPLICATE_SUPPRESSED_TOTAL: Final = _counter(
     "dispatch_duplicate_suppressed_total", "dispatches the admission fold judged duplicate"
 )
@@ -99,7 +96,7 @@ LANE_WATERMARK_SKEW_SEQ: Final = _gauge("lane_watermark_skew_seq", "max(W) - min
 LANE_REFUSED: Final = _gauge(
     "qim_mailbox_lane_refused", "lanes refused at takeover: recomputed W below W_floor; not 0 is a P1 alert", "shard"
 )
-MATERIALIZED_LAG_MS: Final = _latency_ms("materialized_lag_ms", "commit to covered by W")
+MATERIALIZED_LAG_MS: Final = _latency_ms("materialized_lag_ms", "commit to covered by W, of the newest of a call")
 MAILBOX_WRITES_TOTAL: Final = _counter("mailbox_writes_total", "append calls (mailbox_write_fail_rate)")
 MAILBOX_WRITE_FAILURES_TOTAL: Final = _counter("mailbox_write_failures_total", "append calls that failed")
 MAILBOX_STORE_WRITE_MS: Final = _latency_ms("mailbox_store_write_ms", "one append call (mailbox_store_write_p99)")
@@ -136,9 +133,7 @@ CURSOR_EXPIRED_TOTAL: Final = _counter("cursor_expired_total", "CURSOR_EXPIRED s
 CURSOR_INVALID_TOTAL: Final = _counter("cursor_invalid_total", "cursors with a bad signature or out of range")
 
 # ---------------------------------------------------------------------------------------- push and sockets (24.1.6)
-PUSH_LATENCY_MS: Final = _latency_ms("push_latency_ms", "covered by W to written to the socket")
 PUSH_E2E_LATENCY_MS: Final = _latency_ms("push_e2e_latency_ms", "commit to written to the socket")
-SOCKET_SEND_QUEUE_BYTES: Final = _gauge("socket_send_queue_bytes", "largest send queue of a connection at last look")
 SLOW_CONNECTIONS_DEGRADED: Final = _gauge("slow_connections_degraded", "connections above the soft watermark")
 SLOW_CONNECTION_CLOSED_TOTAL: Final = _counter("slow_connection_closed_total", "closed by the hard watermark")
 MAILBOX_DIRTY_SENT_TOTAL: Final = _counter("mailbox_dirty_sent_total", "MAILBOX_DIRTY sent")
@@ -165,7 +160,6 @@ FRAMING_ERROR_TOTAL: Final = _counter(
     "qim_gateway_framing_error_total", "connections closed for what they sent", "kind"
 )
 UNKNOWN_OPCODE_DROPPED: Final = _gauge("unknown_opcode_dropped", "frames with an opcode not served (§27.1)")
-UNKNOWN_EVENT_SKIPPED: Final = _gauge("unknown_event_skipped", "events of an unknown type skipped (§27.1.2)")
 BAD_REQUEST_TOTAL: Final = _counter(
     "qim_gateway_bad_request_total", "well-framed requests that make no sense", "opcode"
 )

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from qim.app.own_node import OwnNode
 from qim.runtime.crash_point import CRASH_POINTS
-from tests.support.faults.broker import SplitCluster, broker_silent, broker_stopped
+from tests.support.faults.broker import BROKERS, ReplicatedCluster, SplitCluster, broker_silent, broker_stopped
 from tests.support.faults.clock import HostClock
 from tests.support.faults.full_disk import SmallDisk
 from tests.support.faults.kill import CrashPoints, is_running, kill_node
@@ -33,6 +33,7 @@ DISK_FULL_S: Final = 2.0
 AOF_LOST_S: Final = 2.0
 LINK_CUT_S: Final = 1.5
 PARTITION_DOWN_S: Final = 3.0
+BROKER_LOST_S: Final = 3.0
 RESTART_EVERY: Final = 5
 POINT_TIMEOUT_S: Final = 20.0
 REPLACED_TIMEOUT_S: Final = 30.0
@@ -50,6 +51,7 @@ class Surroundings(Enum):
     SMALL_DISK = "the mailbox server on a small disk"
     BROKER = "a broker"
     TWO_BROKERS = "two brokers"
+    THREE_BROKERS = "three brokers, three replicas"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Ground:
     disk: SmallDisk | None
     broker: KafkaServer | None
     brokers: SplitCluster | None
+    replicated: ReplicatedCluster | None
 
 
 class Field(Protocol):
@@ -196,6 +199,19 @@ async def _partition_down(field: Field, number: int) -> None:
         await asyncio.sleep(PARTITION_DOWN_S)
 
 
+def _broker_lost(count: int) -> Act:
+    """kill -9 of so many of three: of one the others take its place, of two nothing is written until one is back."""
+
+    async def act(field: Field, number: int) -> None:
+        cluster = field.ground.replicated
+        assert cluster is not None
+        field.strike()
+        async with _held(cluster.lost(*((number + one) % BROKERS for one in range(count)))):
+            await asyncio.sleep(BROKER_LOST_S)
+
+    return act
+
+
 def _clock_back(by_ms: int, *, set_right_after_s: float = CLOCK_STEPPED_S) -> Act:
     """`set_right_after_s` 0: nobody does, the clock itself has to get there."""
 
@@ -248,6 +264,11 @@ FAULTS: Final = (
     FaultKind(name="clock-back-3s", act=_clock_back(3_000)),
     FaultKind(name="clock-back-30s", act=_clock_back(30_000)),
     FaultKind(name="clock-back-30s-for-good", act=_clock_back(30_000, set_right_after_s=0), times=1),
+    *(
+        FaultKind(name=f"kafka-kill-{role}", act=_kill(role), surroundings=Surroundings.BROKER)
+        for role in POOLS
+    ),
+    FaultKind(name="kafka-kill-supervisor", act=_kill_supervisor, surroundings=Surroundings.BROKER),
     FaultKind(
         name="broker-stop", act=_broker_stop(BROKER_STOP_S * TENTH), surroundings=Surroundings.BROKER
     ),
@@ -256,6 +277,12 @@ FAULTS: Final = (
         default_leases=True, recovery_timeout_s=120.0,
     ),
     FaultKind(name="partition-down", act=_partition_down, surroundings=Surroundings.TWO_BROKERS),
+    *(
+        FaultKind(
+            name=name, act=_broker_lost(count), surroundings=Surroundings.THREE_BROKERS, default_leases=True
+        )
+        for count, name in ((1, "broker-lost"), (2, "brokers-lost"))
+    ),
 )  # fmt: skip
 
 

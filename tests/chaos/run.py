@@ -38,7 +38,7 @@ from tests.chaos.faults import FaultKind, Ground, Surroundings, selected
 from tests.chaos.judge import judge
 from tests.chaos.load import RESYNC_MIN_INTERVAL_MS, Load
 from tests.chaos.table import NOT_RECOVERED, FaultResult, Recovery, text
-from tests.support.faults.broker import running_split_cluster
+from tests.support.faults.broker import running_replicated_cluster, running_split_cluster
 from tests.support.faults.clock import HostClock
 from tests.support.faults.full_disk import small_disk
 from tests.support.faults.kill import CrashPoints
@@ -139,7 +139,7 @@ def _ground(fault: FaultKind) -> Iterator[Ground]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qimc", dir="/tmp")))
         clock, crashes = HostClock(directory / "clock"), CrashPoints(directory / "crashes")
         options = options_with(APART, **PARAMETERS, **({} if fault.default_leases else TENTH))
-        disk, broker, brokers = None, None, None
+        disk, broker, brokers, replicated = None, None, None, None
         if fault.surroundings is Surroundings.BROKER:
             broker = stack.enter_context(running_kafka())
             options = replace(options, commit_log=broker.url("chaos"))
@@ -149,12 +149,17 @@ def _ground(fault: FaultKind) -> Iterator[Ground]:
             on_second = {"dispatch": {1}, "outbox": set(range(0, buckets, 8))}
             url = brokers.make_topics("chaos", {"dispatch": SHARDS, "outbox": buckets}, on_second)
             options = replace(options, commit_log=url)
+        elif fault.surroundings is Surroundings.THREE_BROKERS:
+            replicated = stack.enter_context(running_replicated_cluster())
+            options = replace(options, commit_log=replicated.url("chaos"))
         node = OwnNode(crashes.options(clock.options(options)), directory / "node")
         if fault.surroundings is Surroundings.SMALL_DISK:
             disk = stack.enter_context(small_disk(node.data_dir / "redis-mailbox", size_mib=DISK_MIB))
         stack.callback(node.close)
         node.start()
-        yield Ground(node=node, clock=clock, crashes=crashes, disk=disk, broker=broker, brokers=brokers)
+        yield Ground(
+            node=node, clock=clock, crashes=crashes, disk=disk, broker=broker, brokers=brokers, replicated=replicated
+        )
 
 
 async def _play(fault: FaultKind, ground: Ground, run_dir: RunDir, result: FaultResult, until_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A real Apache Kafka, one KRaft node on private ports; its jars come by Maven once and are kept between runs.
+"""A real Apache Kafka, KRaft nodes on private ports; its jars come by Maven once and are kept between runs.
 
 Where Java is absent, or Maven while the jars are not there yet, tests marked `kafka` are left out and the summary says
 so in one line; with QIM_TEST_KAFKA=required the run is refused instead.
@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -68,19 +68,28 @@ def fetch_jars() -> Path:
 
 
 class KafkaServer:
-    """A broker that a test may kill, stop and start again on the same data.
+    """A broker that a test may kill, stop and start again on the same data."""
 
-    The first one is its cluster's controller; another one with `first` joins that cluster.
-    """
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        node_id: int = 1,
+        cluster_id: str | None = None,
+        controllers: Mapping[int, int] | None = None,
+        session_timeout_ms: int = 9_000,
+    ) -> None:
+        """A cluster of its own, or one more of `cluster_id`, whose controllers are these (node id -> port).
 
-    def __init__(self, directory: Path, *, first: KafkaServer | None = None) -> None:
+        `session_timeout_ms`: how long a broker that was killed counts as there, Kafka's own default.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
-        self._first = first
-        self.node_id: int = 1 if first is None else first.node_id + 1
-        self.cluster_id: str = _new_cluster_id() if first is None else first.cluster_id
+        self.node_id: int = node_id
+        self.cluster_id: str = cluster_id or new_cluster_id()
         self._port = free_port()
-        self._controller_port: int = free_port() if first is None else first._controller_port
+        self.controllers: Mapping[int, int] = controllers or {node_id: free_port()}
+        self._session_timeout_ms = session_timeout_ms
         self._classpath = f"{fetch_jars()}/*"
         self._process: subprocess.Popen[bytes] | None = None
         self.servers = f"127.0.0.1:{self._port}"
@@ -145,16 +154,20 @@ class KafkaServer:
             return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die)
 
     def _properties(self) -> str:
-        listener, controller = f"127.0.0.1:{self._port}", f"127.0.0.1:{self._controller_port}"
-        is_first = self._first is None
+        listeners = [f"PLAINTEXT://127.0.0.1:{self._port}"]
+        if own_port := self.controllers.get(self.node_id):
+            listeners.append(f"CONTROLLER://127.0.0.1:{own_port}")
+        voters = ",".join(f"{node_id}@127.0.0.1:{port}" for node_id, port in self.controllers.items())
         lines = [
-            f"process.roles={'broker,controller' if is_first else 'broker'}",
+            f"process.roles={'broker,controller' if own_port else 'broker'}",
             f"node.id={self.node_id}",
-            f"controller.quorum.voters=1@{controller}",
-            f"listeners=PLAINTEXT://{listener}{f',CONTROLLER://{controller}' if is_first else ''}",
-            f"advertised.listeners=PLAINTEXT://{listener}",
+            f"controller.quorum.voters={voters}",
+            f"listeners={','.join(listeners)}",
+            f"advertised.listeners={listeners[0]}",
             "controller.listener.names=CONTROLLER",
             f"log.dirs={self._directory / 'data'}",
+            f"broker.session.timeout.ms={self._session_timeout_ms}",
+            f"broker.heartbeat.interval.ms={self._session_timeout_ms // 4}",
             "offsets.topic.replication.factor=1",
             "transaction.state.log.replication.factor=1",
             "transaction.state.log.min.isr=1",
@@ -164,7 +177,7 @@ class KafkaServer:
         return "\n".join(lines) + "\n"
 
 
-def _new_cluster_id() -> str:
+def new_cluster_id() -> str:
     """May begin with a dash, so it must not stand alone in a command line."""
     return base64.urlsafe_b64encode(secrets.token_bytes(16)).decode().rstrip("=")
 

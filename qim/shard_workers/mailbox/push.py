@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from qim.backplane.api import Backplane, Priority
 from qim.errors import StoreError
+from qim.obs import metrics
 from qim.obs.logs import get_logger
 from qim.protocol.internal import PushRow, encode_push_batch
 from qim.protocol.opcodes import InternalOpcode
@@ -155,6 +156,7 @@ class PushPump:
         """Queue the push of a message."""
         dispatch = message[0].work.dispatch
         priority = self._priority(dispatch)
+        metrics.BODY_ENCODE_COUNT.inc(len(batches))
         for (gateway, event), rows in batches.items():
             self._queue(gateway, priority, encode_push_batch(dispatch.tenant_id, event.reference + fragment, rows))
 

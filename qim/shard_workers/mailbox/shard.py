@@ -72,6 +72,7 @@ class ShardRunner:
     def __init__(self, grant: Grant, machine: ShardMachine, calls: CallScheduler, services: ShardServices) -> None:
         self.shard = grant.shard_id
         self.machine = machine
+        self._label = str(grant.shard_id)
         self._grant = grant
         self._calls = calls
         self._services = services
@@ -312,11 +313,14 @@ class ShardRunner:
         self._call_retry.reset()
         if result.applied:
             self._services.on_appended(self.shard, call.append.tenant_items)
+            _count_entries(self._label, call.append.tenant_items)
         machine = self.machine
         covered = machine.answered(call)
         if not machine.calls_in_flight():
             self._quiet.set()
         if covered:
+            newest = covered[-1][0].dispatch
+            metrics.MATERIALIZED_LAG_MS.observe(self._services.clock.unix_ms() - newest.created_at_ms)
             seq_of = machine.seq_of
             self._services.pushes.push(self.shard, [Covered(work, mask, seq_of(work.offset)) for work, mask in covered])
         self.pump()
@@ -428,6 +432,15 @@ class ShardRunner:
         finally:
             timer.cancel()
             self._wake = None
+
+
+def _count_entries(shard: str, items: Sequence[ChunkAppend]) -> None:
+    """What a call wrote, by tenant; nearly always there is one."""
+    entries: dict[str, int] = {}
+    for item in items:
+        entries[item.tenant_id] = entries.get(item.tenant_id, 0) + len(item.recipients)
+    for tenant_id, count in entries.items():
+        metrics.FANOUT_ENTRIES_TOTAL.labels(tenant=tenant_id, shard=shard).inc(count)
 
 
 def _pass_crash_points(call: PlannedCall) -> None:

@@ -1,4 +1,4 @@
-"""Outages of a real Kafka: it is away, or one partition is."""
+"""Outages of a real Kafka: it is away, one partition is, or brokers are lost of three."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from confluent_kafka import KafkaException
 
 from qim.commit_log.kafka import KafkaCommitLog, KafkaConnection
 from qim.commit_log.kafka_address import KafkaAddress
-from tests.support.faults.broker import broker_silent, broker_stopped, running_split_cluster
+from qim.commit_log.kafka_topics import prepare_topics
+from tests.support.faults.broker import (
+    broker_silent,
+    broker_stopped,
+    running_replicated_cluster,
+    running_split_cluster,
+)
 from tests.support.kafka_server import running_kafka
 
 pytestmark = pytest.mark.kafka
@@ -50,4 +56,29 @@ async def test_a_partition_without_a_leader_stops_nobody_else() -> None:
         async with asyncio.timeout(60):
             assert await waiting == [2]
         assert [record.value for record in await log.read(2, 0)] == [b"before", b"waits", b"waits again"]
+        await connection.close()
+
+
+async def test_of_three_brokers_one_is_missed_by_nobody_and_two_are_waited_for() -> None:
+    with running_replicated_cluster() as cluster:
+        url = cluster.url("r")
+        prepare_topics(url, {"dispatch": 3}, first_start=True, retention_ms=86_400_000)
+        assert not cluster.out_of_sync()
+        connection = KafkaConnection(KafkaAddress.parse(url))
+        log = KafkaCommitLog(connection, "dispatch", 3)
+        assert await log.append([(partition, b"before") for partition in range(3)]) == [0, 0, 0]
+        with cluster.lost(0):
+            async with asyncio.timeout(30):
+                assert await log.append([(partition, b"of two") for partition in range(3)]) == [1, 1, 1]
+        with cluster.lost(1, 2):
+            waiting = asyncio.create_task(log.append([(partition, b"waits") for partition in range(3)]))
+            await asyncio.sleep(3.0)
+            assert not waiting.done()
+        async with asyncio.timeout(60):
+            await waiting
+        for partition in range(3):
+            values = [record.value for record in await log.read(partition, 0)]
+            # what was written while too few were in sync is written again
+            assert values[:3] == [b"before", b"of two", b"waits"]
+            assert set(values[3:]) <= {b"waits"}
         await connection.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 from qim.errors import ErrorCode
 from qim.gateway.listen import TLS_SHUTDOWN_TIMEOUT_S
+from qim.obs.metrics import REGISTRY
 from qim.protocol import qim_pb2 as pb
 from qim.protocol.internal import PushRecipient, encode_push_batch, user_key
 from qim.protocol.opcodes import STREAM_REALTIME, InternalOpcode, Opcode
@@ -133,6 +134,7 @@ async def test_client_that_does_not_read_turns_dirty_and_recovers() -> None:
         "conn_send_soft_watermark": {"bytes": 200_000, "items": 2000},
         "conn_send_low_watermark": 50_000,
     }
+    before = REGISTRY.get_sample_value("slow_connections_degraded") or 0.0
     async with running_gateway(**watermarks) as gateway:
         little = socket.socket()
         little.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
@@ -144,14 +146,17 @@ async def test_client_that_does_not_read_turns_dirty_and_recovers() -> None:
         opened = gateway.node.opened[0]
         body = pb.Entry(payload_or_ciphertext=b"x" * 20_000).SerializeToString()
         count = 800
+        degraded = set()
         for seq in range(11, 11 + count):
             ref = pb.Entry(mailbox_seq=EPOCH_1 | seq).SerializeToString()
             recipient = PushRecipient(
                 user_key(TENANT, "ann"), opened.device.connection_id, opened.device.session_epoch, EPOCH_1 | seq, ref
             )
             gateway.backplane.deliver(InternalOpcode.PUSH_BATCH, encode_push_batch(TENANT, body, [recipient]))
+            degraded.add(REGISTRY.get_sample_value("slow_connections_degraded"))
             if seq % 40 == 0:
                 await asyncio.sleep(0)
+        assert degraded == {before, before + 1}
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         seen = []
         deadline = time.monotonic() + 10
@@ -171,6 +176,7 @@ async def test_client_that_does_not_read_turns_dirty_and_recovers() -> None:
                 break
         assert received is not None
         assert received.body.last_pushed_user_seq == last, "a connection that reads again is pushed again"
+        assert REGISTRY.get_sample_value("slow_connections_degraded") == before
 
 
 async def test_client_that_does_not_read_is_gone_soon_after_it_reads_its_end() -> None:

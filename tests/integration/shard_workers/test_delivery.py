@@ -9,6 +9,7 @@ import pytest
 from qim.commit_log.api import LogIdentity
 from qim.commit_log.embedded import EmbeddedCommitLog, Partition, RedisCheckpointStore
 from qim.core import ids
+from qim.obs import metrics
 from qim.protocol.qim_pb2 import CURSOR_REBASED, MailboxBatch
 from qim.registry.redis import RedisShardRegistry
 from qim.stores.redis import keys
@@ -21,6 +22,16 @@ from tests.unit.shard_workers.pipeline import BUCKETS, SHARDS, Pipeline, eventua
 
 AB = ids.direct_conversation_id("alice", "bob")
 MEMBERS = [f"u{n}" for n in range(60)]
+
+
+def entries_written() -> float:
+    """Of all tenants and shards."""
+    return sum(
+        sample.value
+        for family in metrics.FANOUT_ENTRIES_TOTAL.collect()
+        for sample in family.samples
+        if sample.name == "fanout_entries_total"
+    )
 
 
 class RedisMessages(RedisMessageStore, RedisGroupMembership):
@@ -88,6 +99,7 @@ async def world(servers: tuple[PrivateServer, PrivateServer]) -> AsyncIterator[R
 
 
 async def test_single_chat_and_group_are_delivered_and_pushed(world: RealPipeline) -> None:
+    before = entries_written()
     await world.login("bob", 7)
     texts = [f"line {n}" for n in range(30)]
     for n, text in enumerate(texts):
@@ -99,6 +111,8 @@ async def test_single_chat_and_group_are_delivered_and_pushed(world: RealPipelin
     await world.send(group, "u1", "hello", version=1)
     for user in MEMBERS:
         await world.arrived(user, ["", "hello"])
+    # both people of the single chat, and every member twice
+    assert entries_written() - before == 2 * 30 + 2 * len(MEMBERS)
 
 
 async def test_a_killed_mailbox_server_is_filled_again(

@@ -1,4 +1,4 @@
-"""A broker that stops, and one partition that nobody leads."""
+"""A broker that stops, one partition that nobody leads, and brokers that are lost of three."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ from typing import Final
 from confluent_kafka.admin import NewTopic
 
 from qim.commit_log.kafka_address import KafkaAddress
-from tests.support.kafka_server import KafkaServer
+from tests.support.kafka_server import KafkaServer, new_cluster_id
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
+BROKERS: Final = 3
+SESSION_TIMEOUT_MS: Final = 1_500
+"""A sixth of Kafka's: after it the partitions of a killed broker have other leaders."""
 _KNOWN_TIMEOUT_S: Final = 30.0
+_IN_SYNC_TIMEOUT_S: Final = 60.0
 
 
 @contextmanager
@@ -40,7 +45,9 @@ class SplitCluster:
 
     def __init__(self, directory: Path) -> None:
         self.first = KafkaServer(directory / "first")
-        self.second = KafkaServer(directory / "second", first=self.first)
+        self.second = KafkaServer(
+            directory / "second", node_id=2, cluster_id=self.first.cluster_id, controllers=self.first.controllers
+        )
         self._on_second: dict[str, set[int]] = {}
 
     def start(self) -> None:
@@ -102,6 +109,69 @@ class SplitCluster:
         """Whoever leads what is on the second broker answers nothing for the time of the block."""
         with self.second.stopped():
             yield
+
+
+class ReplicatedCluster:
+    """Three brokers that are controllers too, and every partition on all of them, two in sync: as production runs."""
+
+    def __init__(self, directory: Path) -> None:
+        cluster_id, controllers = new_cluster_id(), {number + 1: free_port() for number in range(BROKERS)}
+        self._servers = [
+            KafkaServer(
+                directory / f"broker-{node_id}",
+                node_id=node_id,
+                cluster_id=cluster_id,
+                controllers=controllers,
+                session_timeout_ms=SESSION_TIMEOUT_MS,
+            )
+            for node_id in controllers
+        ]
+
+    def start(self) -> None:
+        for server in self._servers:
+            server.launch()
+        for server in self._servers:
+            server.wait_until_ready()
+
+    def stop(self) -> None:
+        for server in self._servers:
+            server.kill()
+
+    def url(self, prefix: str) -> str:
+        """Address for a node whose topics begin with `prefix`; three replicas, as nothing else is said."""
+        return f"kafka://{','.join(server.servers for server in self._servers)}/{prefix}"
+
+    def out_of_sync(self) -> int:
+        """Partitions of all topics that are not in sync on every broker they belong on."""
+        topics = self._servers[0].admin().list_topics(timeout=10).topics.values()
+        return sum(len(one.isrs) < len(one.replicas) for topic in topics for one in topic.partitions.values())
+
+    @contextmanager
+    def lost(self, *numbers: int) -> Iterator[None]:
+        """kill -9 of these brokers, from 0 on; they are back and in sync when the block is left."""
+        lost = [self._servers[number] for number in numbers]
+        for server in lost:
+            server.kill()
+        try:
+            yield
+        finally:
+            for server in lost:
+                server.launch()
+            for server in lost:
+                server.wait_until_ready()
+            wait_for(lambda: not self.out_of_sync(), timeout_s=_IN_SYNC_TIMEOUT_S, every_s=0.1)
+
+
+@contextmanager
+def running_replicated_cluster() -> Iterator[ReplicatedCluster]:
+    """All three brokers, started."""
+    with tempfile.TemporaryDirectory(prefix="qim-kafka-") as directory:
+        cluster = ReplicatedCluster(Path(directory))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
 
 
 @contextmanager
