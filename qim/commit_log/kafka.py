@@ -20,7 +20,6 @@ One KafkaConnection serves a process and is made after the fork: librdkafka's th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,8 @@ SENDERS: Final = 4
 """Producers of a process: one request in flight each, and a broker works on one request of a connection at a time."""
 CALL_TIMEOUT_S: Final = 3.0
 """Of one question to the broker; a healthy one answers in milliseconds."""
+READ_TIMEOUT_S: Final = 1.0
+"""Of a read that others wait behind; a broker that is slower is asked by the patient reader from then on."""
 IDENTITY_CHECK_S: Final = 2.0
 ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"
 """What a broker without KIP-516 answers."""
@@ -172,8 +173,9 @@ class _Sender:
 class _Reader:
     """One consumer; every method runs in the connection's reader thread."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], timeout_s: float) -> None:
         self._consumer = Consumer({**settings, **_CONSUMER_SETTINGS})
+        self._timeout_s = timeout_s
         self._position: tuple[str, int, int] | None = None
         """Topic, partition and offset the assigned consumer goes on at; None = nothing is assigned."""
         self._ahead: deque[Message] = deque()
@@ -181,9 +183,8 @@ class _Reader:
 
     def watermarks(self, topic: str, partition: int) -> Watermarks:
         try:
-            low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=CALL_TIMEOUT_S)
+            low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._timeout_s)
         except KafkaException as error:
-            self._refresh(topic)
             raise store_error(f"watermarks of {topic}/{partition}", error) from None
         return Watermarks(low, high)
 
@@ -206,16 +207,23 @@ class _Reader:
             raise store_error(f"read {topic}/{partition} at {offset}", error) from None
         return found
 
-    def _refresh(self, topic: str) -> None:
-        """Ask where the partitions are: a broker that was just starting may have told of a topic without any, and
-        librdkafka believes that until its next regular question, minutes later."""
-        with contextlib.suppress(KafkaException):
-            self._consumer.list_topics(topic, timeout=CALL_TIMEOUT_S)
+    def led_with(self, topic: str, partition: int) -> set[int]:
+        """Partitions that the broker of this one leads, which did not answer.
+
+        Asking is needed anyway: a broker that was just starting may have told of a topic without any partition, and
+        librdkafka believes that until its next regular question, minutes later.
+        """
+        try:
+            found = self._consumer.list_topics(topic, timeout=self._timeout_s).topics[topic].partitions
+        except KafkaException:
+            return {partition}
+        leader = found[partition].leader if partition in found else None
+        return {partition, *(number for number, one in found.items() if one.leader == leader)}
 
     def _take(self, topic: str, partition: int, offset: int, end: int, max_bytes: int) -> list[LogRecord]:
         found: list[LogRecord] = []
         taken_bytes, at = 0, offset
-        waits_left = int(CALL_TIMEOUT_S / _CONSUME_WAIT_S)
+        waits_left = int(self._timeout_s / _CONSUME_WAIT_S)
         while at < end and taken_bytes < max_bytes:
             if not self._ahead:
                 self._ahead.extend(self._consumer.consume(min(end - at, CONSUME_MESSAGES), _CONSUME_WAIT_S))
@@ -242,8 +250,9 @@ class _Reader:
 class _ReaderThread:
     """A reader, made at its first use, and the thread it lives in."""
 
-    def __init__(self, settings: Mapping[str, Any], name: str) -> None:
+    def __init__(self, settings: Mapping[str, Any], name: str, timeout_s: float) -> None:
         self._settings = settings
+        self._timeout_s = timeout_s
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._reader: _Reader | None = None
 
@@ -260,7 +269,7 @@ class _ReaderThread:
 
     def _with_reader(self, work: Callable[[_Reader], Result]) -> Result:
         if self._reader is None:
-            self._reader = _Reader(self._settings)
+            self._reader = _Reader(self._settings, self._timeout_s)
         return work(self._reader)
 
     def _close(self) -> None:
@@ -273,6 +282,7 @@ class KafkaConnection:
 
     A question about a partition that nobody leads blocks for seconds, and so does one about the cluster while a broker
     is away. These have a thread of their own, a partition until it answers again, so that no other read waits behind.
+    With the first partition of a broker that does not answer go all that it leads.
     """
 
     def __init__(self, address: KafkaAddress) -> None:
@@ -280,10 +290,10 @@ class KafkaConnection:
         self._settings: dict[str, Any] = {**address.client_settings(), "error_cb": _Complaints()}
         self._senders: dict[int, _Sender] = {}
         """By partition modulo SENDERS."""
-        self._reading = _ReaderThread(self._settings, "kafka-reader")
-        self._patient = _ReaderThread(self._settings, "kafka-patient")
+        self._reading = _ReaderThread(self._settings, "kafka-reader", READ_TIMEOUT_S)
+        self._patient = _ReaderThread(self._settings, "kafka-patient", CALL_TIMEOUT_S)
         self._away: set[tuple[str, int]] = set()
-        """(topic, partition) that did not answer the last time."""
+        """(topic, partition) that did not answer the last time; touched in the readers' threads, one step at a time."""
         self._admin: AdminClient | None = None
 
     async def append(self, topic: str, records: Sequence[tuple[int, bytes]]) -> list[int]:
@@ -309,11 +319,24 @@ class KafkaConnection:
     async def reading(self, topic: str, partition: int, work: Callable[[_Reader], Result]) -> Result:
         """Run `work`, which asks for this partition, in a reader's thread."""
         place = (topic, partition)
-        thread = self._patient if place in self._away else self._reading
+        if place in self._away:
+            return await self._patient.run(lambda reader: self._ask(reader, place, work))
+        return await self._reading.run(lambda reader: self._ask_unless_away(reader, place, work))
+
+    def _ask_unless_away(self, reader: _Reader, place: tuple[str, int], work: Callable[[_Reader], Result]) -> Result:
+        """In the thread: the broker may have failed to answer another one while this one waited for its turn."""
+        if place in self._away:
+            raise StoreUnavailable(f"log {place[0]}/{place[1]}: its broker does not answer")
+        return self._ask(reader, place, work)
+
+    def _ask(self, reader: _Reader, place: tuple[str, int], work: Callable[[_Reader], Result]) -> Result:
+        topic, partition = place
         try:
-            found = await thread.run(work)
-        except StoreUnavailable:
-            self._away.add(place)
+            found = work(reader)
+        except StoreError as error:
+            led_with = reader.led_with(topic, partition)
+            if isinstance(error, StoreUnavailable):
+                self._away.update((topic, one) for one in led_with)
             raise
         self._away.discard(place)
         return found

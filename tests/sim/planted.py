@@ -424,9 +424,7 @@ PLANTED: Final[Mapping[str, Planting]] = {
         message_id_reissued, watermark_before_index, dirty_before_link, reload_without_push, no_predecessor_check,
         checkpoint_goes_back, served_by_epoch, idle_instance_forgotten, replayed_under_own_epoch,
         commit_not_fenced, append_not_fenced, self_fence_left_out, lease_taken_early,
-        beat_not_compared, boundary_not_fenced, refused_not_missed,
+        beat_not_compared, boundary_not_fenced, refused_not_missed, watermark_not_compared,
     )
 }  # fmt: skip
-TRIPWIRES: Final[Mapping[str, Planting]] = {
-    made.__name__: made for made in (no_stale_verdict, release_not_compared, watermark_not_compared)
-}
+TRIPWIRES: Final[Mapping[str, Planting]] = {made.__name__: made for made in (no_stale_verdict, release_not_compared)}

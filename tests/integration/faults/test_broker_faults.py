@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from confluent_kafka import KafkaException
@@ -10,6 +11,7 @@ from confluent_kafka import KafkaException
 from qim.commit_log.kafka import KafkaCommitLog, KafkaConnection
 from qim.commit_log.kafka_address import KafkaAddress
 from qim.commit_log.kafka_topics import prepare_topics
+from qim.errors import StoreUnavailable
 from tests.support.faults.broker import (
     broker_silent,
     broker_stopped,
@@ -56,6 +58,30 @@ async def test_a_partition_without_a_leader_stops_nobody_else() -> None:
         async with asyncio.timeout(60):
             assert await waiting == [2]
         assert [record.value for record in await log.read(2, 0)] == [b"before", b"waits", b"waits again"]
+        await connection.close()
+
+
+async def test_reads_wait_for_one_partition_of_a_silent_broker_only() -> None:
+    with running_split_cluster() as cluster:
+        url = cluster.make_topics("s", {"dispatch": 3}, {"dispatch": {1, 2}})
+        connection = KafkaConnection(KafkaAddress.parse(url))
+        log = KafkaCommitLog(connection, "dispatch", 3)
+        for partition in range(3):
+            await log.watermarks(partition)
+        with cluster.partitions_silent():
+            with pytest.raises(StoreUnavailable):
+                await log.watermarks(1)
+            # the other one it leads has not been asked for yet, and is in nobody's way
+            silent = asyncio.create_task(log.watermarks(2))
+            served = asyncio.create_task(log.watermarks(0))
+            done, _ = await asyncio.wait((silent, served), return_when=asyncio.FIRST_COMPLETED)
+            assert done == {served}
+            with pytest.raises(StoreUnavailable):
+                await silent
+        async with asyncio.timeout(60):
+            while connection._away:
+                with contextlib.suppress(StoreUnavailable):
+                    await asyncio.gather(*map(log.watermarks, (1, 2)))
         await connection.close()
 
 
