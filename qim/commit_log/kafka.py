@@ -20,6 +20,7 @@ One KafkaConnection serves a process and is made after the fork: librdkafka's th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -180,12 +181,16 @@ class _Reader:
         """Topic, partition and offset the assigned consumer goes on at; None = nothing is assigned."""
         self._ahead: deque[Message] = deque()
         """Consumed, not yet returned."""
+        self._leaders: dict[str, dict[int, int]] = {}
+        """Topic -> partition -> broker, as it was told last: a silent one may be asked who leads what, too."""
 
     def watermarks(self, topic: str, partition: int) -> Watermarks:
         try:
             low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=self._timeout_s)
         except KafkaException as error:
             raise store_error(f"watermarks of {topic}/{partition}", error) from None
+        if topic not in self._leaders:
+            self._look(topic)
         return Watermarks(low, high)
 
     def read(self, topic: str, partition: int, offset: int, end: int, high: int, max_bytes: int) -> list[LogRecord]:
@@ -208,17 +213,18 @@ class _Reader:
         return found
 
     def led_with(self, topic: str, partition: int) -> set[int]:
-        """Partitions that the broker of this one leads, which did not answer.
+        """Partitions that the broker of this one leads, which did not answer, as far as any broker has told."""
+        self._look(topic)
+        leaders = self._leaders.get(topic, {})
+        leader = leaders.get(partition)
+        return {partition, *(number for number, one in leaders.items() if one == leader)}
 
-        Asking is needed anyway: a broker that was just starting may have told of a topic without any partition, and
-        librdkafka believes that until its next regular question, minutes later.
-        """
-        try:
+    def _look(self, topic: str) -> None:
+        """Ask who leads what. Needed after a failure anyway: a broker that was just starting may have told of a topic
+        without any partition, and librdkafka believes that until its next regular question, minutes later."""
+        with contextlib.suppress(KafkaException):
             found = self._consumer.list_topics(topic, timeout=self._timeout_s).topics[topic].partitions
-        except KafkaException:
-            return {partition}
-        leader = found[partition].leader if partition in found else None
-        return {partition, *(number for number, one in found.items() if one.leader == leader)}
+            self._leaders[topic] = {number: one.leader for number, one in found.items()}
 
     def _take(self, topic: str, partition: int, offset: int, end: int, max_bytes: int) -> list[LogRecord]:
         found: list[LogRecord] = []

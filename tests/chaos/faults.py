@@ -72,6 +72,11 @@ class Field(Protocol):
 
     ground: Ground
 
+    async def busy(self) -> None:
+        """Return when something is in flight. It was when the act began; one that takes its time before it strikes
+        waits again."""
+        ...
+
     def strike(self) -> None:
         """The fault begins now: what is in flight is counted, the time of recovery starts."""
         ...
@@ -163,6 +168,7 @@ async def _older_aof(field: Field, _: int) -> None:
     older = OlderAof(field.ground.node)
     await asyncio.to_thread(older.copy)
     await asyncio.sleep(AOF_LOST_S)
+    await field.busy()
     field.strike()
     await asyncio.to_thread(older.restart)
 

@@ -85,7 +85,7 @@ class Injection:
         self._recovery: asyncio.Task[Recovery] | None = None
 
     async def busy(self) -> None:
-        """Return when something is in flight, or after BUSY_TIMEOUT_S."""
+        """See faults.Field; returns after BUSY_TIMEOUT_S whatever there is."""
         deadline_ms = self._clock.monotonic_ms() + BUSY_TIMEOUT_S * 1000
         while not self._load.ledger.unacknowledged() and self._clock.monotonic_ms() < deadline_ms:
             await asyncio.sleep(_POLL_S)
