@@ -11,8 +11,11 @@ import pytest
 from qim.app.own_node import OwnNode, pids_of
 from qim.client.aio import Client
 from qim.registry.api import KIND_OF_POOL, LeaseKind
+from tests.support.faults.pause import paused
 from tests.support.node import APART, devices_of, options_with, running_node
 from tests.support.takeover import CONVERGE_S, POOLS, TENTH, Leases, conversation_with, talk_on
+
+WRITERS = ("writer-0", "writer-1")
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -77,10 +80,15 @@ def test_a_thousand_unacknowledged_sends_keep_their_order_through_a_writer_kill(
         async with devices_of(node) as devices:
             ann, bob = await devices.add("ann"), await devices.add("peer0")
             texts = [f"{number}" for number in range(1000)]
-            handles = [await ann.send(conversation_with("peer0"), text) for text in texts]
-            await asyncio.sleep(0.05)
-            assert ann.state.sends.total() > 900, "hardly anything is acknowledged"
-            for writer in ("writer-0", "writer-1"):
+            sends = ann.state.sends
+            with paused(*map(node.pid, WRITERS)):
+                handles = [await ann.send(conversation_with("peer0"), text) for text in texts]
+                assert sends.total() == len(texts), "nothing is acknowledged"
+            async with asyncio.timeout(CONVERGE_S):
+                while sends.total() == len(texts):
+                    await asyncio.sleep(0)
+            assert sends.total() > 0, "the writers die in the middle of it"
+            for writer in WRITERS:
                 node.kill(writer)
             for handle in handles:
                 await handle
