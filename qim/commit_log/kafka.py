@@ -325,18 +325,17 @@ class KafkaConnection:
     async def reading(self, topic: str, partition: int, work: Callable[[_Reader], Result]) -> Result:
         """Run `work`, which asks for this partition, in a reader's thread."""
         place = (topic, partition)
-        if place in self._away:
-            return await self._patient.run(lambda reader: self._ask(reader, place, work))
-        return await self._reading.run(lambda reader: self._ask_unless_away(reader, place, work))
+        patient = place in self._away
+        thread = self._patient if patient else self._reading
+        return await thread.run(lambda reader: self._ask(reader, place, work, patient=patient))
 
-    def _ask_unless_away(self, reader: _Reader, place: tuple[str, int], work: Callable[[_Reader], Result]) -> Result:
-        """In the thread: the broker may have failed to answer another one while this one waited for its turn."""
-        if place in self._away:
-            raise StoreUnavailable(f"log {place[0]}/{place[1]}: its broker does not answer")
-        return self._ask(reader, place, work)
-
-    def _ask(self, reader: _Reader, place: tuple[str, int], work: Callable[[_Reader], Result]) -> Result:
+    def _ask(
+        self, reader: _Reader, place: tuple[str, int], work: Callable[[_Reader], Result], *, patient: bool
+    ) -> Result:
         topic, partition = place
+        if not patient and place in self._away:
+            # its broker failed to answer another one while this one waited for its turn
+            raise StoreUnavailable(f"log {topic}/{partition}: its broker does not answer")
         try:
             found = work(reader)
         except StoreError as error:

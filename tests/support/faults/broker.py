@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from confluent_kafka.admin import NewTopic
 
@@ -162,11 +162,13 @@ class ReplicatedCluster:
             wait_for(lambda: not self.out_of_sync(), timeout_s=_IN_SYNC_TIMEOUT_S, every_s=0.1)
 
 
+ClusterKind = TypeVar("ClusterKind", SplitCluster, ReplicatedCluster)
+
+
 @contextmanager
-def running_replicated_cluster() -> Iterator[ReplicatedCluster]:
-    """All three brokers, started."""
+def _running(kind: Callable[[Path], ClusterKind]) -> Iterator[ClusterKind]:
     with tempfile.TemporaryDirectory(prefix="qim-kafka-") as directory:
-        cluster = ReplicatedCluster(Path(directory))
+        cluster = kind(Path(directory))
         try:
             cluster.start()
             yield cluster
@@ -174,13 +176,11 @@ def running_replicated_cluster() -> Iterator[ReplicatedCluster]:
             cluster.stop()
 
 
-@contextmanager
-def running_split_cluster() -> Iterator[SplitCluster]:
+def running_split_cluster() -> AbstractContextManager[SplitCluster]:
     """Both brokers, started."""
-    with tempfile.TemporaryDirectory(prefix="qim-kafka-") as directory:
-        cluster = SplitCluster(Path(directory))
-        try:
-            cluster.start()
-            yield cluster
-        finally:
-            cluster.stop()
+    return _running(SplitCluster)
+
+
+def running_replicated_cluster() -> AbstractContextManager[ReplicatedCluster]:
+    """All three brokers, started."""
+    return _running(ReplicatedCluster)
